@@ -1,0 +1,33 @@
+# Each target makes .venv by itself on first use; PYTHON chooses the interpreter that makes it.
+PYTHON ?= python3
+PORT ?= 0
+BIN := .venv/bin
+
+.PHONY: demo test lint format venv clean
+
+venv: .venv/.installed
+
+# torch first: pinned, it is the CPU build; taken through a range it may be a CUDA build of several GB.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
+	touch $@
+
+demo: venv
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_2proc.yaml examples/quickstart.py
+
+test: venv
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist runs *.egg-info

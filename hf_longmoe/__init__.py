@@ -1,0 +1,34 @@
+"""Long-context Mixture-of-Experts training with every memory peak bounded, exactly."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+# Loaded on first use: `import hf_longmoe` imports no host library, and not even torch.
+_WHERE = {
+    "ComponentPeakCallback": "hf_longmoe.integrations.transformers",
+    "DispatchConfig": "hf_longmoe.config",
+    "LongMoEConfig": "hf_longmoe.config",
+    "VocabConfig": "hf_longmoe.config",
+    "component": "hf_longmoe.peaks",
+    "patch_model": "hf_longmoe.integrations.transformers",
+    "unpatch_model": "hf_longmoe.integrations.transformers",
+}
+__all__ = [*_WHERE]
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from hf_longmoe.config import DispatchConfig, LongMoEConfig, VocabConfig
+    from hf_longmoe.integrations.transformers import ComponentPeakCallback, patch_model, unpatch_model
+    from hf_longmoe.peaks import component
+
+
+def __getattr__(name: str):
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

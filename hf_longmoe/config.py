@@ -1,0 +1,188 @@
+"""`LongMoEConfig`: every cap, in bytes, frozen at launch. Knows nothing of models."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from hf_longmoe.sizes import parse_bytes
+
+__all__ = ["DispatchConfig", "LongMoEConfig", "VocabConfig"]
+
+_UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
+
+
+class _Part:
+    """One schedule's caps. A field left out is taken from `LONGMOE_<PART>_<FIELD>`, else from `_defaults`."""
+
+    _name: str
+    _defaults: dict[str, Any]
+
+    def _resolve(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if getattr(self, field.name) is _UNSET:
+                variable = f"LONGMOE_{self._name}_{field.name}".upper()
+                value = os.environ.get(variable, self._defaults[field.name])
+                object.__setattr__(self, field.name, value)
+
+    def _size(self, name: str) -> None:
+        object.__setattr__(self, name, parse_bytes(getattr(self, name), f"{self._name}.{name}"))
+
+    def _choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            hint = _suggest(value, choices)
+            raise ValueError(f"{self._name}.{name}={value!r} is unknown; choose one of {', '.join(choices)}.{hint}")
+
+    def _number(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not low <= number < high:
+            raise ValueError(f"{self._name}.{name}={value!r} must be a number of at least {low} and below {high}.")
+        object.__setattr__(self, name, number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchConfig(_Part):
+    """
+    Caps of the expert dispatch (and of shared experts and dense MLP layers, which grow with the tokens too).
+
+    Arguments:
+        budget (`int` or `str`, defaults to `"256MiB"`):
+            Bytes that one block may hold beside its input, its output, the parameters and all their gradients.
+        kernel (`str`, defaults to `"auto"`):
+            `"auto"`: the written-out backward for the standard gated MLP, the model's own kernel for every other.
+            `"model"`: the model's own kernel (`experts_implementation`) for all.
+    """
+
+    budget: int | str = _UNSET
+    kernel: str = _UNSET
+
+    _name = "dispatch"
+    _defaults = {"budget": "256MiB", "kernel": "auto"}
+
+    def __post_init__(self) -> None:
+        self._resolve()
+        self._size("budget")
+        self._choice("kernel", ("auto", "model"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabConfig(_Part):
+    """
+    Caps of the vocabulary projection.
+
+    Arguments:
+        budget (`int` or `str`, defaults to `"256MiB"`):
+            Bytes of logits, and of everything computed from them, alive at once.
+        schedule (`str`, defaults to `"auto"`):
+            `"auto"` or `"tiles"`: blocks of tokens against the full weight, on every rank.
+        label_smoothing (`float`, defaults to 0.0):
+            Share of the target spread over the whole vocabulary. Use it in place of
+            `TrainingArguments.label_smoothing_factor`, which needs full logits.
+        z_loss (`float`, defaults to 0.0):
+            Coefficient of the mean squared log-sum-exp added to the loss.
+    """
+
+    budget: int | str = _UNSET
+    schedule: str = _UNSET
+    label_smoothing: float = _UNSET
+    z_loss: float = _UNSET
+
+    _name = "vocab"
+    _defaults = {"budget": "256MiB", "schedule": "auto", "label_smoothing": 0.0, "z_loss": 0.0}
+
+    def __post_init__(self) -> None:
+        self._resolve()
+        self._size("budget")
+        self._choice("schedule", ("auto", "tiles"))
+        self._number("label_smoothing", 0.0, 1.0)
+        self._number("z_loss", 0.0, float("inf"))
+
+
+_PARTS = {"dispatch": DispatchConfig, "vocab": VocabConfig}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongMoEConfig:
+    """
+    Every cap of the product. `None` for a part switches that schedule off.
+
+    Precedence of each field: argument, then environment variable `LONGMOE_<PART>_<FIELD>`, then default.
+
+    ```py
+    >>> from hf_longmoe import DispatchConfig, LongMoEConfig
+    >>> config = LongMoEConfig(dispatch=DispatchConfig(budget="64MiB"), vocab=None)
+    >>> config.dispatch.budget
+    67108864
+    >>> LongMoEConfig.from_dict(config.to_dict()) == config
+    True
+
+    ```
+    """
+
+    dispatch: DispatchConfig | None = dataclasses.field(default_factory=DispatchConfig)
+    vocab: VocabConfig | None = dataclasses.field(default_factory=VocabConfig)
+
+    def __post_init__(self) -> None:
+        for name, part in _PARTS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, part):
+                raise ValueError(f"{name}={value!r} must be a {part.__name__} or None (which switches it off).")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, strings and numbers; sizes as integer bytes. `from_dict` reads it back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LongMoEConfig:
+        """
+        Raises:
+            `ValueError`: an unknown key (the message suggests the nearest name), or a value out of range.
+        """
+        _check_keys("config", values, tuple(_PARTS))
+        parts = {}
+        for name, fields in values.items():
+            if fields is not None:
+                _check_keys(name, fields, tuple(_PARTS[name]._defaults))
+            parts[name] = None if fields is None else _PARTS[name](**fields)
+        return cls(**parts)
+
+    def to_yaml(self, path: str | os.PathLike) -> None:
+        import yaml
+
+        with open(path, "w", encoding="utf-8") as file:
+            yaml.safe_dump(self.to_dict(), file, sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike) -> LongMoEConfig:
+        """
+        Raises:
+            `ValueError`: not YAML, an unknown key, or a value out of range; the message names the file.
+        """
+        import yaml
+
+        with open(path, encoding="utf-8") as file:
+            try:
+                return cls.from_dict(yaml.safe_load(file) or {})
+            except (yaml.YAMLError, ValueError) as error:
+                raise ValueError(f"{os.fspath(path)}: {' '.join(str(error).split())}") from error
+
+
+def _suggest(name: Any, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _check_keys(where: str, values: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}={values!r} must be a mapping with keys among {', '.join(known)}.")
+    for key in values:
+        if key not in known:
+            raise ValueError(f"Unknown key {key!r} in {where}.{_suggest(key, known)} Known: {', '.join(known)}.")

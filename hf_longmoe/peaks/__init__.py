@@ -1,0 +1,1 @@
+"""Measure: which component held the most bytes, and when."""

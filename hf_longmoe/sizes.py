@@ -1,0 +1,62 @@
+"""Sizes as people write them ("64MiB", "1.5 GB", 4096) and back."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str, argument: str = "size") -> int:
+    """
+    Bytes as an integer.
+
+    Arguments:
+        size: an integer number of bytes, or a string with a unit: B, KiB, MiB, GiB, TiB (powers of 1024) or KB, MB,
+            GB, TB (powers of 1000). Case does not matter.
+        argument: the name that an error message gives.
+
+    Raises:
+        `ValueError`: `size` is not a size, or not positive.
+
+    ```py
+    >>> parse_bytes("64MiB")
+    67108864
+
+    ```
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        number = size
+    elif isinstance(size, str) and (match := _SIZE.fullmatch(size)) and match[2].upper() in _UNITS:
+        number = int(float(match[1]) * _UNITS[match[2].upper()])
+    else:
+        raise ValueError(f'{argument}={size!r} is not a size; write bytes as an integer or as "64MiB", "1.5GiB".')
+    if number <= 0:
+        raise ValueError(f'{argument}={size!r} must be positive; write bytes as an integer or as "64MiB", "1.5GiB".')
+    return number
+
+
+def format_bytes(number: float) -> str:
+    """
+    Bytes for people: `format_bytes(67108864)` is `"64 MiB"`, with at most two digits after the point.
+
+    ```py
+    >>> format_bytes(1_610_612_736)
+    '1.5 GiB'
+
+    ```
+    """
+    power = 0
+    while abs(number) >= 1024 and power < 4:
+        number /= 1024
+        power += 1
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    digits = 0 if unit == "B" or abs(number) >= 100 else 1 if abs(number) >= 10 else 2
+    text = f"{number:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"

@@ -1,0 +1,1 @@
+"""Transformers: `patch_model`, `unpatch_model`, `ComponentPeakCallback`."""
