@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["checkpoint_once", "pin_top_k", "replaying"]
+__all__ = ["checkpoint_once", "pin_top_k", "recall", "replaying"]
+
+T = TypeVar("T")
 
 # Per thread (the autograd engine replays a layer in a thread of its own); holds the innermost region's pass.
 _current: ContextVar[_Pass | None] = ContextVar("hf_longmoe_replay", default=None)
@@ -27,19 +29,27 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 class _Pass:
-    """One pass over a region. `pins` belongs to the region; the first pass fills it, later ones read it in order."""
+    """One pass over a region. `memory` belongs to the region; the first pass fills it, later ones read it in order."""
 
-    def __init__(self, pins: list[torch.Tensor], first: bool) -> None:
-        self.pins, self.first, self.at = pins, first, 0
+    def __init__(self, memory: list, first: bool) -> None:
+        self.memory, self.first, self.at = memory, first, 0
 
-    def pin(self, choose: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def recall(self, choose: Callable[[], T]) -> T:
         if self.first:
-            chosen = choose()
-            # int32 is half of what top-k gives; these live from forward to backward, as boundaries do.
-            self.pins.append(chosen.to(torch.int32))
-            return chosen
+            self.memory.append(choose())
+            return self.memory[-1]
         self.at += 1
-        return self.pins[self.at - 1].to(torch.int64)
+        return self.memory[self.at - 1]
+
+
+def recall(choose: Callable[[], T]) -> T:
+    """
+    `choose()`, and in a replay what it gave in the first pass.
+
+    Both passes must ask in the same order. What it gives lives as long as the region's graph.
+    """
+    current = _current.get()
+    return choose() if current is None else current.recall(choose)
 
 
 def replaying() -> bool:
@@ -58,17 +68,16 @@ class pin_top_k(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        current = _current.get()
-        if func not in _TOP_K or current is None:
+        if func not in _TOP_K:
             return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
         dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
 
         def choose() -> torch.Tensor:
-            with torch.no_grad():
-                return func(*args, **kwargs)[1]
+            with torch.no_grad():  # int32 is half of what top-k gives; these live from forward to backward
+                return func(*args, **kwargs)[1].to(torch.int32)
 
-        indices = current.pin(choose)
+        indices = recall(choose).to(torch.int64)
         return torch.return_types.topk((scores.gather(dim, indices), indices))
 
 
@@ -100,13 +109,13 @@ def checkpoint_once(function: Callable) -> Callable:
 
     ```
     """
-    pins: list[torch.Tensor] = []
+    memory: list = []
     calls = 0
 
     def region(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        with _run(_Pass(pins, first=calls == 1)):
+        with _run(_Pass(memory, first=calls == 1)):
             return function(*args, **kwargs)
 
     return region

@@ -1,0 +1,82 @@
+"""Experts modules and dense MLPs whose `forward` is one of our schedules. Found by interface, not by class."""
+
+from __future__ import annotations
+
+from types import MethodType
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from hf_longmoe.schedules.dispatch import Block, GatedMLP, LocalDispatch, ModelKernel, TokenTiles
+
+__all__ = ["block_of", "is_experts", "patch_experts", "patch_mlp", "restore_forward"]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` goes through Transformers' experts interface (`use_experts_implementation`)."""
+    return hasattr(type(module), "_apply_gate") and "is_concatenated" in vars(module)
+
+
+def block_of(experts: nn.Module, kernel: str) -> tuple[Block, tuple[torch.Tensor, ...]]:
+    """
+    How a wave of these experts runs, and the parameters it needs.
+
+    Arguments:
+        experts: an experts module.
+        kernel: `DispatchConfig.kernel`.
+    """
+    named = dict(experts.named_parameters())
+    standard = (
+        experts.has_gate
+        and experts.is_concatenated
+        and not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm)
+        and type(experts)._apply_gate is _default_apply_gate
+        and set(named) == {"gate_up_proj", "down_proj"}
+    )
+    implementation = experts.config._experts_implementation
+    # `grouped_mm` computes in the weights' dtype under autocast; the others in autocast's, which only they know how.
+    cast = torch.is_autocast_enabled(experts.down_proj.device.type) and implementation != "grouped_mm"
+    if kernel == "auto" and standard and not cast:
+        silu = isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
+        return GatedMLP(experts.act_fn, silu), (experts.gate_up_proj, experts.down_proj)
+    stacked = tuple("." not in name and p.shape[0] == experts.num_experts for name, p in named.items())
+    return ModelKernel(experts, tuple(named), stacked, implementation == "batched_mm"), tuple(named.values())
+
+
+def patch_experts(experts: nn.Module, schedule: LocalDispatch, kernel: str) -> None:
+    # A method, not a closure: copy.deepcopy(model) then binds the copy's experts, not these.
+    experts.longmoe_schedule, experts.longmoe_kernel = schedule, kernel
+    experts.forward = MethodType(_experts_forward, experts)
+
+
+def patch_mlp(mlp: nn.Module, tiles: TokenTiles) -> None:
+    mlp.longmoe_schedule = tiles
+    mlp.forward = MethodType(_mlp_forward, mlp)
+
+
+def restore_forward(module: nn.Module) -> None:
+    for name in ("forward", "longmoe_schedule", "longmoe_kernel"):
+        vars(module).pop(name, None)
+
+
+@torch.compiler.disable
+def _experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    if parametrize.is_parametrized(self):  # an adapter on the stacked weights, put on after the patch
+        return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+    block, params = block_of(self, self.longmoe_kernel)
+    # The replay's function mode looks for the router's top-k; nothing in here is its business.
+    with torch._C.DisableTorchFunction():
+        return self.longmoe_schedule(hidden_states, top_k_index, top_k_weights, block, params)
+
+
+@torch.compiler.disable
+def _mlp_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self.modules()):
+        return type(self).forward(self, hidden_states)  # an adapter's dropout: a second run would draw another mask
+    with torch._C.DisableTorchFunction():
+        return self.longmoe_schedule(self, hidden_states)

@@ -1,0 +1,208 @@
+"""`patch_model`: swaps MoE blocks and the LM head of a causal LM for schedule-aware ones, undoably."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from hf_longmoe.config import LongMoEConfig
+from hf_longmoe.integrations.transformers.experts import (
+    block_of,
+    is_experts,
+    patch_experts,
+    patch_mlp,
+    restore_forward,
+)
+from hf_longmoe.integrations.transformers.families import Family, family_of
+from hf_longmoe.integrations.transformers.forward import patch_forward, restore_model_forward
+from hf_longmoe.integrations.transformers.head import Head, head_report, patch_head, restore_head
+from hf_longmoe.integrations.transformers.refusals import check_model, why_left_alone
+from hf_longmoe.integrations.transformers.replay import patch_checkpointing, restore_checkpointing
+from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
+from hf_longmoe.schedules.dispatch import LocalDispatch, TokenTiles
+
+__all__ = ["Entry", "Patch", "patch_model", "unpatch_model"]
+
+logger = logging.get_logger(__name__)
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the report: what happened to one module."""
+
+    module: str
+    component: str
+    schedule: str | None  # None: left alone
+    note: str
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.component}, {self.schedule or 'left alone'} ({self.note})"
+
+
+@dataclass
+class Patch:
+    """`model.longmoe`: what was patched, what was left alone and why. As a context manager it unpatches on exit."""
+
+    model: PreTrainedModel
+    config: LongMoEConfig
+    entries: list[Entry] = field(default_factory=list)
+    head: Head | None = None
+    router_loss: RouterLoss | None = None
+    launch_checked: bool = False
+    handles: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> PreTrainedModel:
+        return self.model
+
+    def __exit__(self, *exception: Any) -> None:
+        unpatch_model(self.model)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.entries))
+
+
+def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Module:
+    """
+    Bounds the expert dispatch and the vocabulary projection of a causal LM; loss and gradients stay exact.
+
+    Arguments:
+        model: a `PreTrainedModel` causal LM, or a DDP, PEFT or compiled wrapper of one.
+        config: the caps; the defaults if not given. A part that is `None` is left as it is.
+
+    Returns:
+        The same object, patched in place: `state_dict`, `save_pretrained` and `generate` work as before, and
+        `model.longmoe` (of the `PreTrainedModel`) reports what was done. Patching again with the same config changes
+        nothing; with another it patches anew.
+
+    Raises:
+        `ValueError`: nothing in the model can be patched, it is held in an unsupported way, or a budget is too small
+            for it; before anything was changed.
+    """
+    config = LongMoEConfig() if config is None else config
+    target = _target(model)
+    if "longmoe" in vars(target):
+        if target.longmoe.config == config:
+            return model
+        unpatch_model(model)
+    check_model(model, target)
+    patch = Patch(target, config)
+    family = family_of(target.config.get_text_config().model_type)
+    actions = [*_plan_dispatch(patch, family), *_plan_head(patch)]
+    if not actions:
+        left = "; ".join(map(str, patch.entries)) or f"{type(target).__name__} has no experts and no LM head"
+        raise ValueError(
+            "patch_model: nothing to patch. Supported: experts that go through Transformers' experts interface, and an"
+            f" nn.Linear LM head under ForCausalLMLoss. Here: {left}."
+        )
+    for action in actions:
+        action()
+    target.longmoe = patch
+    patch_forward(target)
+    patch_checkpointing(target)
+    return model
+
+
+def unpatch_model(model: nn.Module) -> nn.Module:
+    """Puts back exactly what `patch_model` found. A model that is not patched is left as it is."""
+    target = _target(model)
+    patch: Patch | None = vars(target).pop("longmoe", None)
+    if patch is not None:
+        for handle in patch.handles:
+            handle.remove()
+        for module in target.modules():
+            if "longmoe_schedule" in vars(module):
+                restore_forward(module)
+        if patch.head is not None:
+            restore_head(target, patch.head)
+        restore_checkpointing(target)
+        restore_model_forward(target)
+    return model
+
+
+def _target(model: nn.Module) -> PreTrainedModel:
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(f"patch_model: {type(model).__name__} holds no Transformers model; give a PreTrainedModel.")
+
+
+def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
+    """What to do to the experts, shared experts and dense MLPs; everything is checked, nothing done yet."""
+    config, model = patch.config.dispatch, patch.model
+    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    if config is None:
+        patch.entries.extend(Entry(name, "dispatch", None, "dispatch=None in the config") for name in experts)
+        return
+    dense: dict[str, tuple[nn.Module, bool]] = {}
+    for name, module in experts.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        if reason := why_left_alone(name, module):
+            patch.entries.append(Entry(name, "dispatch", None, reason))
+        else:
+            schedule = LocalDispatch(config.budget, family.output_saved_after)
+            note = _experts_note(schedule, module, config.kernel)
+            patch.entries.append(Entry(name, "dispatch", "expert-major waves", note))
+            yield partial(patch_experts, module, schedule, config.kernel)
+        for child in family.shared:
+            if (shared := getattr(parent, child, None)) is not None:
+                dense[f"{name.rpartition('.')[0]}.{child}"] = (shared, family.shared_saved_after)
+    if experts and family.dense:
+        for name, layer in model.named_modules():
+            if isinstance(layer, GradientCheckpointingLayer) and not any(map(is_experts, layer.modules())):
+                dense[f"{name}.{family.dense}"] = (getattr(layer, family.dense), False)
+    for name, (module, saved_after) in dense.items():
+        if reason := why_left_alone(name, module):
+            patch.entries.append(Entry(name, "dispatch", None, reason))
+            continue
+        tiles = TokenTiles(config.budget, saved_after)
+        tokens = tiles.tokens(
+            module, _like_input(next(module.parameters()), model.config.get_text_config().hidden_size)
+        )
+        patch.entries.append(Entry(name, "dispatch", "token tiles", f"{tokens} tokens at a time"))
+        yield partial(patch_mlp, module, tiles)
+    if experts and (found := router_loss_of(model)):
+        yield partial(_stream_router_loss, patch, *found)
+
+
+def _experts_note(schedule: LocalDispatch, experts: nn.Module, kernel: str) -> str:
+    block, params = block_of(experts, kernel)
+    hidden = experts.down_proj.shape[-1 if experts.is_transposed else -2]
+    how = "written-out backward" if hasattr(block, "silu") else f"the model's {experts.config._experts_implementation}"
+    return f"{schedule.rows(_like_input(params[0], hidden), block, params)} rows at a time, {how}"
+
+
+def _like_input(param: torch.Tensor, hidden: int) -> torch.Tensor:
+    return torch.empty(0, hidden, dtype=param.dtype, device="meta")
+
+
+def _stream_router_loss(patch: Patch, router_loss: RouterLoss, routers: list[nn.Module]) -> None:
+    patch.router_loss = router_loss
+    patch.handles += [router.register_forward_hook(router_loss.hook) for router in routers]
+
+
+def _plan_head(patch: Patch) -> Iterator[Action]:
+    model, config = patch.model, patch.config.vocab
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        return
+    name = next(name for name, module in model.named_modules() if module is lm_head)
+    reason = "vocab=None in the config" if config is None else why_left_alone(name, lm_head)
+    reason = reason or head_report(model, lm_head)
+    if reason:
+        patch.entries.append(Entry(name, "vocab", None, reason))
+        return
+    head = Head(config)
+    rows = head.rows(lm_head)
+    tied = ", tied to the input embeddings" if model.get_input_embeddings().weight is lm_head.weight else ""
+    patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}"))
+    patch.head = head
+    yield partial(patch_head, model, lm_head, head)

@@ -1,0 +1,79 @@
+"""The router's auxiliary loss, streamed: each layer adds its sums as it runs, and no layer's logits are collected.
+
+The stock models capture the logits of every layer (`output_router_logits`) and reduce them at the end. Here the
+capture is switched off for the call, a hook on each router reduces its logits at once, and the loss is added after.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from hf_longmoe.schedules.aux import RouterSums, load_balancing_loss, router_sums
+from hf_longmoe.schedules.replay import recall, replaying
+
+__all__ = ["RouterLoss", "router_loss_of"]
+
+
+@dataclass
+class RouterLoss:
+    """
+    One model's auxiliary loss.
+
+    Arguments:
+        routers: the router modules, whose output's element `index` is the logits, `[T, E]`.
+        num_experts, top_k, coefficient: as the model passes them to `load_balancing_loss_func`, and weighs its result.
+    """
+
+    index: int
+    num_experts: int
+    top_k: int
+    coefficient: float
+    collecting: bool = False
+    mask: torch.Tensor | None = None
+    sums: list[RouterSums] = field(default_factory=list)
+
+    def start(self, attention_mask: torch.Tensor | None) -> None:
+        """From here on the routers' logits are summed; `attention_mask` `[B, S]` leaves out padding."""
+        self.sums, self.collecting = [], True
+        self.mask = None if attention_mask is None else attention_mask.reshape(-1)
+
+    def stop(self) -> None:
+        self.sums, self.mask, self.collecting = [], None, False
+
+    def hook(self, router: nn.Module, args: Any, output: Any) -> None:
+        # A replay must build the graph of its first pass, whatever the model is doing by then.
+        collecting, mask = recall(lambda: (self.collecting, self.mask))
+        if collecting:
+            logits = output[self.index] if isinstance(output, (tuple, list)) else output
+            sums = router_sums(logits.reshape(-1, logits.shape[-1]), self.top_k, mask)
+            if not replaying():
+                self.sums.append(sums)
+
+    def value(self) -> torch.Tensor:
+        return load_balancing_loss(self.sums, self.num_experts)
+
+
+def router_loss_of(model: PreTrainedModel) -> tuple[RouterLoss, list[nn.Module]] | None:
+    """The auxiliary loss of a model that computes one the standard way, with its routers; else `None`."""
+    module = sys.modules[type(model).__module__]
+    if not hasattr(module, "load_balancing_loss_func"):
+        return None
+    sizes = [getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")]
+    recorders = [m._can_record_outputs.get("router_logits") for m in model.modules() if _records(m)]
+    if None in sizes or not recorders:
+        return None
+    recorder = recorders[0]
+    target, index = (recorder.target_class, recorder.index) if isinstance(recorder, OutputRecorder) else (recorder, 0)
+    routers = [m for m in model.modules() if isinstance(m, target)]
+    return (RouterLoss(index, *sizes), routers) if routers else None
+
+
+def _records(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel) and "router_logits" in (module._can_record_outputs or {})

@@ -1,0 +1,93 @@
+"""Tiny models of the families that have a row of their own, made from their configs."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+_SMALL = dict(
+    vocab_size=101,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    use_cache=False,
+)
+_MLA = dict(
+    moe_intermediate_size=12,
+    intermediate_size=20,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=8,
+    num_key_value_heads=4,
+)
+_FINE = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12, intermediate_size=20)
+MODELS = {
+    "mixtral": dict(intermediate_size=12, num_local_experts=6, num_experts_per_tok=2),
+    "deepseek_v2": dict(_MLA, topk_method="greedy"),
+    "deepseek_v3": _MLA,
+    "qwen2_moe": dict(_FINE, shared_expert_intermediate_size=16, mlp_only_layers=[0]),
+    "qwen3_moe": dict(_FINE, mlp_only_layers=[0], head_dim=8),
+    "gpt_oss": dict(intermediate_size=12, num_local_experts=6, num_experts_per_tok=2, head_dim=8, sliding_window=8),
+    "olmoe": dict(num_experts=6, num_experts_per_tok=2, intermediate_size=12),
+    "glm4_moe": dict(
+        moe_intermediate_size=12,
+        intermediate_size=20,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        head_dim=8,
+    ),
+    "ernie4_5_moe": dict(
+        moe_intermediate_size=12,
+        intermediate_size=20,
+        moe_num_experts=6,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+        use_bias=True,
+    ),
+    "granitemoe": dict(intermediate_size=12, num_local_experts=6, num_experts_per_tok=2, logits_scaling=4.0),
+    "llama": dict(intermediate_size=24),
+}
+
+
+@pytest.fixture(params=sorted(MODELS))
+def family(request):
+    """Every family that has a row of its own, and a dense one."""
+    return request.param
+
+
+@pytest.fixture
+def build():
+    """`build(family, dtype=torch.float64, **config)`: a tiny model in training mode, weights drawn from seed 0."""
+
+    def build(family, dtype=torch.float64, experts="eager", **overrides):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **{**_SMALL, **MODELS[family], **overrides})
+        model = AutoModelForCausalLM.from_config(config, experts_implementation=experts)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if param.dim() > 1:  # the default 0.02 makes experts too quiet to test
+                    param.normal_(0, 0.5 / param.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+        return model.to(dtype).train()
+
+    return build
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(1)
+    input_ids = torch.randint(3, 101, (2, 19))
+    labels = input_ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": torch.ones_like(input_ids)}
