@@ -1,0 +1,149 @@
+"""The books of a probe that sees single storages: who owns which, and what was alive when."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from hf_longmoe.peaks.region import COMPONENTS
+from hf_longmoe.peaks.report import ComponentPeak, PeakReport
+
+__all__ = ["Context", "Ledger"]
+
+# (component, phase) at work when a storage appears.
+Context = tuple[str, str]
+
+
+class _Entry:
+    __slots__ = ("component", "nbytes", "reference")
+
+    def __init__(self, component: str, nbytes: int):
+        self.component = component
+        self.nbytes = nbytes
+
+
+class Ledger:
+    """
+    A log of every storage that appeared, grew, shrank or died.
+
+    The peaks are computed from the log afterwards and not on the way, so that a storage belongs to its last owner for
+    its whole life: a gradient to `gradients` from the moment at which some component's backward made it, a layer's
+    input to `boundaries` from the moment at which the layer before it made it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # autograd runs one thread for each accelerator
+        self._entries: dict[int, _Entry] = {}
+        # Deaths are queued and booked before the next birth. The weak references' callbacks may come from the garbage
+        # collector at any moment, also while this very thread holds the lock; and no peak can fall between two births.
+        self._dead: deque[int] = deque()
+        self._resident: list[tuple[_Entry, int]] = []
+        self._log: list[tuple[Context | None, _Entry, int]] = []
+
+    def add(self, storage: torch.UntypedStorage, nbytes: int, context: Context) -> None:
+        """A storage that has just been allocated, unless it is known already."""
+        with self._lock:
+            self._bury()
+            entry = self._enter(storage, nbytes, context[0])
+            if entry is not None:
+                self._log.append((context, entry, nbytes))
+
+    def own(self, storage: torch.UntypedStorage, nbytes: int, component: str) -> None:
+        """Makes `component` the owner. A storage not seen before was there all along: it counts from the start."""
+        with self._lock:
+            self._bury()
+            entry = self._entries.get(storage._cdata)
+            if entry is not None:
+                entry.component = component
+            else:
+                self._resident.append((self._enter(storage, nbytes, component), nbytes))
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, context: Context) -> None:
+        """A storage whose size has changed; one that is not known is left alone."""
+        with self._lock:
+            self._bury()
+            entry = self._entries.get(storage._cdata)
+            if entry is not None and nbytes != entry.nbytes:
+                self._log.append((context, entry, nbytes - entry.nbytes))
+                entry.nbytes = nbytes
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        with self._lock:
+            self._bury()
+            return storage._cdata in self._entries
+
+    def restart(self) -> None:
+        """Forgets the past: what is alive now is resident from here on."""
+        with self._lock:
+            self._bury()
+            self._resident = [(entry, entry.nbytes) for entry in self._entries.values()]
+            self._log = []
+
+    def report(self) -> PeakReport:
+        with self._lock:
+            self._bury()
+            return _replay(self._resident, self._log)
+
+    def _enter(self, storage: torch.UntypedStorage, nbytes: int, component: str) -> _Entry | None:
+        key = storage._cdata
+        if key in self._entries:
+            return None
+        entry = self._entries[key] = _Entry(component, nbytes)
+        entry.reference = weakref.ref(storage, lambda _: self._dead.append(key))
+        return entry
+
+    def _bury(self) -> None:
+        while self._dead:
+            entry = self._entries.pop(self._dead.popleft())
+            self._log.append((None, entry, -entry.nbytes))
+
+
+def _replay(resident: Iterable[tuple[_Entry, int]], log: Iterable[tuple[Context | None, _Entry, int]]) -> PeakReport:
+    live = dict.fromkeys(COMPONENTS, 0)
+    for entry, nbytes in resident:
+        live[entry.component] += nbytes
+    total = peak = sum(live.values())
+    at_peak, high, working = dict(live), dict(live), dict.fromkeys(COMPONENTS, 0)
+    phase, worker = "resident", None
+    phase_totals, phase_highs = {phase: total}, {phase: dict(live)}
+    entry_level = run_high = 0  # of the component at work, in its current uninterrupted run
+    for context, entry, delta in log:
+        if context is not None and context != (worker, phase):
+            if context[1] != phase:
+                phase = context[1]
+                phase_totals[phase] = max(phase_totals.get(phase, 0), total)
+                highs = phase_highs.setdefault(phase, {})
+                for name, level in live.items():
+                    highs[name] = max(highs.get(name, 0), level)
+            if context[0] != worker:
+                if worker is not None:
+                    working[worker] = max(working[worker], run_high - max(entry_level, live[worker]))
+                worker = context[0]
+                entry_level = run_high = live[worker]
+        owner = entry.component
+        live[owner] += delta
+        total += delta
+        if delta > 0:
+            high[owner] = max(high[owner], live[owner])
+            phase_highs[phase][owner] = max(phase_highs[phase][owner], live[owner])
+            phase_totals[phase] = max(phase_totals[phase], total)
+            if owner == worker:
+                run_high = max(run_high, live[owner])
+            if total > peak:
+                peak, at_peak = total, dict(live)
+    if worker is not None:
+        working[worker] = max(working[worker], run_high - max(entry_level, live[worker]))
+    components = {
+        name: ComponentPeak(
+            peak=high[name],
+            at_peak=at_peak[name],
+            working=working[name],
+            phases={phase: highs[name] for phase, highs in phase_highs.items()},
+        )
+        for name in COMPONENTS
+    }
+    return PeakReport(total=peak, components=components, phases=phase_totals, probe="storage")
