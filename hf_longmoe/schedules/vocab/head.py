@@ -1,0 +1,144 @@
+"""One tile of logits at a time: the workspace every tile reuses, and the gradients every tile adds to."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_longmoe.schedules.vocab.labels import ValidTokens
+from hf_longmoe.schedules.vocab.logits import LogitTransform
+from hf_longmoe.schedules.vocab.products import choose_products
+from hf_longmoe.schedules.vocab.rows import accumulation_dtype
+
+__all__ = ["Head", "HeadGradients", "operand_dtype"]
+
+
+def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
+    """
+    The dtype that enters the products: what `torch.nn.functional.linear` would use, autocast included.
+
+    Raises:
+        `ValueError`: dtypes differ and no autocast reconciles them.
+    """
+    dtypes = [tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None]
+    device = hidden.device.type
+    # Autocast leaves float64 alone.
+    if torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
+        return torch.get_autocast_dtype(device)
+    if len(set(dtypes)) > 1:
+        names = ", ".join(
+            f"{name} {str(dtype).removeprefix('torch.')}"
+            for name, dtype in zip(("hidden", "weight", "bias"), dtypes, strict=False)
+        )
+        raise ValueError(f"dtypes differ ({names}): cast to one dtype, or run under torch.autocast.")
+    return dtypes[0]
+
+
+class HeadGradients:
+    """
+    dh, dW and db in the accumulation dtype; `None` for what needs no gradient, which costs no work and no memory.
+
+    Arguments:
+        hidden: [T, H], `weight`: [V, H], `bias`: [V] or `None`.
+        needs: whether hidden, weight and bias need a gradient.
+        valid: the tokens that take part. With none, or with ignored ones, what no tile writes is zero.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs: tuple[bool, bool, bool],
+        valid: ValidTokens,
+    ) -> None:
+        wide = accumulation_dtype(weight.dtype)
+        self.valid = valid
+        self.first = True
+        zeros, empty = torch.zeros_like, torch.empty_like
+        contiguous = torch.contiguous_format
+        make_dh = empty if valid.index is None else zeros
+        make_dw = empty if valid.count else zeros
+        self.dh = make_dh(hidden, dtype=wide, memory_format=contiguous) if needs[0] else None
+        self.dw = make_dw(weight, dtype=wide, memory_format=contiguous) if needs[1] else None
+        self.db = zeros(bias, dtype=wide) if bias is not None and needs[2] else None
+
+
+class Head:
+    """
+    The projection of tiles of at most `rows` valid tokens.
+
+    Logits, probabilities and gradient of a tile share one [rows, V] buffer; a second one keeps the logits if a soft
+    cap or statistics ask for them.
+
+    Arguments:
+        hidden: [T, H]; `weight`: [V, H]; `bias`: [V] or `None`; any of them is cast to `dtype` if it has another.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        valid: ValidTokens,
+        transform: LogitTransform,
+        *,
+        dtype: torch.dtype,
+        rows: int,
+        keep_logits: bool,
+    ) -> None:
+        self.hidden, self.valid, self.transform, self.rows = hidden, valid, transform, rows
+        self.dtype = dtype
+        self.weight = weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+        self.products = choose_products(rows, self.weight, transform.scale)
+        self.wide = accumulation_dtype(dtype)
+        shape = (rows, weight.shape[0])
+        self.buffer = hidden.new_empty(shape, dtype=self.wide)
+        self.kept = hidden.new_empty(shape, dtype=self.wide) if keep_logits else None
+
+    def tiles(self):
+        """Yields `(where, logits, kept, hidden, labels)` of each tile; consume one before asking for the next."""
+        for start in range(0, self.valid.count, self.rows):
+            stop = min(start + self.rows, self.valid.count)
+            where = self.valid.where(start, stop)
+            hidden = self.products.hidden(self.hidden[where].to(self.dtype))
+            logits = self.buffer[: stop - start]
+            kept = None if self.kept is None else self.kept[: stop - start]
+            self.products.logits(hidden, self.weight, logits)
+            if self.bias is not None:
+                logits.add_(self.bias)
+            self.transform.forward_(logits, kept)
+            yield where, logits, kept, hidden, self.valid.labels[where].long().unsqueeze(1)
+
+    def backward(
+        self,
+        gradients: HeadGradients,
+        where: slice | torch.Tensor,
+        gradient: torch.Tensor,
+        kept: torch.Tensor | None,
+        hidden: torch.Tensor,
+    ) -> None:
+        """
+        Adds a tile to the gradients.
+
+        Arguments:
+            gradient: of the transformed logits [r, V], times the transform's `scale` and the products'
+                `unit`; consumed.
+            where, kept, hidden: as [`tiles`] gave them.
+        """
+        self.transform.backward_(gradient, kept)
+        if gradients.db is not None:
+            gradients.db += gradient.sum(0)
+        if gradients.dh is None and gradients.dw is None:
+            return
+        gradient = self.products.gradient(gradient)
+        if gradients.dh is not None:
+            if isinstance(where, slice):
+                self.products.dh(gradient, self.weight, out=gradients.dh[where])
+            else:
+                dh = hidden.new_empty(hidden.shape, dtype=self.wide)
+                self.products.dh(gradient, self.weight, out=dh)
+                gradients.dh.index_copy_(0, where, dh)
+        if gradients.dw is not None:
+            self.products.dw(gradient, hidden, gradients.dw, gradients.first)
+        gradients.first = False

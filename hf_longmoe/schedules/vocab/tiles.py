@@ -1,0 +1,159 @@
+"""
+Vocabulary projection and loss on one rank: tiles of tokens against the whole vocabulary, gradients in forward.
+
+[`linear_cross_entropy`] is `cross_entropy(transform(linear(hidden, weight, bias)), labels)` at 6·T·V·H operations and
+the memory of one tile. [`token_log_probs`] is for losses that weigh tokens by what is not known yet: it recomputes the
+logits in backward, at 8·T·V·H operations.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_longmoe.schedules.vocab.head import operand_dtype
+from hf_longmoe.schedules.vocab.labels import select_valid
+from hf_longmoe.schedules.vocab.log_probs import LogProbs, LogProbsPlan
+from hf_longmoe.schedules.vocab.logits import LogitTransform
+from hf_longmoe.schedules.vocab.loss import Loss, LossPlan
+from hf_longmoe.schedules.vocab.rows import tile_rows
+from hf_longmoe.schedules.vocab.statistics import TokenStatistics
+
+__all__ = ["linear_cross_entropy", "token_log_probs"]
+
+_NO_TRANSFORM = LogitTransform()
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    budget: int | str,
+    ignore_index: int = -100,
+    num_items: int | float | torch.Tensor | None = None,
+    transform: LogitTransform = _NO_TRANSFORM,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    statistics: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, TokenStatistics]:
+    """
+    Cross-entropy of the language-model head, exact, with a peak that does not grow with the number of tokens.
+
+    With z the transformed logits of a token and lse their log-sum-exp, its loss is
+    (1 - label_smoothing) · (lse - z[label]) + label_smoothing · (lse - mean(z)) + z_loss · lse²
+    (smoothing as in `torch.nn.functional.cross_entropy`; z-loss as in PaLM, https://arxiv.org/abs/2204.02311).
+
+    Arguments:
+        hidden (`torch.Tensor`): [..., H].
+        weight (`torch.Tensor`): [V, H].
+        labels (`torch.Tensor`): [...], integers, already shifted: the target of each hidden state.
+        bias (`torch.Tensor`, *optional*): [V].
+        budget (`int` or `str`): bytes of logits, and of everything computed from them, alive at once.
+        ignore_index (`int`, defaults to -100): label of tokens to leave out; they are dropped before the products.
+        num_items (`int`, `float` or `torch.Tensor`, *optional*):
+            What the sum over tokens is divided by; the number of valid tokens if not given.
+        transform ([`LogitTransform`]): scale and soft cap of the logits.
+        label_smoothing (`float`, defaults to 0.0): share of the target spread evenly over the vocabulary.
+        z_loss (`float`, defaults to 0.0): coefficient of the squared log-sum-exp.
+        statistics (`bool`, defaults to `False`): also return per-token statistics.
+
+    Returns:
+        The loss, a scalar of float32 (float64 for float64 operands); with `statistics`, `(loss, TokenStatistics)`.
+        If no token is valid the loss is zero, and so are the gradients (`cross_entropy` gives NaN).
+
+    Raises:
+        `ValueError`: shapes or dtypes that do not fit, a label outside the vocabulary, or a budget below one tile.
+        `RuntimeError`: in backward, with `create_graph=True`.
+    """
+    hidden, labels, shape = _flatten(hidden, weight, labels, bias)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing={label_smoothing!r} must be in [0, 1].")
+    if not 0.0 <= z_loss < float("inf"):
+        raise ValueError(f"z_loss={z_loss!r} must be non-negative and finite.")
+    tiling = _tiling(hidden, weight, bias, budget, transform, statistics)
+    plan = LossPlan(
+        **tiling,
+        valid=select_valid(labels, ignore_index, weight.shape[0]),
+        num_items=_check_num_items(num_items),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+    collected = [] if statistics else None
+    loss = Loss.apply(hidden, weight, bias, plan, torch.is_grad_enabled(), collected)
+    return loss if collected is None else (loss, collected[0].reshape(shape))
+
+
+def token_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    budget: int | str,
+    transform: LogitTransform = _NO_TRANSFORM,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """
+    Differentiable log-probability of each label.
+
+    Arguments: as in [`linear_cross_entropy`].
+
+    Returns:
+        [...], float32 (float64 for float64 operands); zero, with zero gradient, at ignored tokens. Hidden states and
+        weight are kept for backward, and 4 bytes a token; logits are not.
+
+    Raises:
+        As [`linear_cross_entropy`].
+    """
+    hidden, labels, shape = _flatten(hidden, weight, labels, bias)
+    tiling = _tiling(hidden, weight, bias, budget, transform, False)
+    plan = LogProbsPlan(**tiling, valid=select_valid(labels, ignore_index, weight.shape[0]))
+    return LogProbs.apply(hidden, weight, bias, plan).view(shape)
+
+
+def _flatten(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
+    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; give [..., H] and [V, H]."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give [V].")
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}; give one label a token."
+        )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise ValueError(f"labels have dtype {labels.dtype}; give integers, class probabilities are not supported.")
+    labels = labels.detach().to(hidden.device)
+    return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), labels.shape
+
+
+def _tiling(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    budget: int | str,
+    transform: LogitTransform,
+    statistics: bool,
+) -> dict:
+    keep_logits = statistics or transform.softcap is not None
+    dtype = operand_dtype(hidden, weight, bias)
+    vocab_size, hidden_size = weight.shape
+    rows = tile_rows(budget, vocab_size, hidden_size, dtype=dtype, keep_logits=keep_logits, bias=bias is not None)
+    rows = max(1, min(rows, hidden.shape[0]))
+    return {"dtype": dtype, "rows": rows, "keep_logits": keep_logits, "transform": transform}
+
+
+def _check_num_items(num_items: int | float | torch.Tensor | None) -> float | torch.Tensor | None:
+    if num_items is None or isinstance(num_items, torch.Tensor):
+        if num_items is not None and num_items.numel() != 1:
+            raise ValueError(
+                f"num_items has shape {tuple(num_items.shape)}; give a number or a tensor of one element."
+            )
+        return num_items
+    if not 0 <= num_items < float("inf"):
+        raise ValueError(f"num_items={num_items!r} must be a positive number: the tokens that the sum is divided by.")
+    return num_items
