@@ -43,7 +43,9 @@ def block_of(experts: nn.Module, kernel: str) -> tuple[Block, tuple[torch.Tensor
         silu = isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
         return GatedMLP(experts.act_fn, silu), (experts.gate_up_proj, experts.down_proj)
     stacked = tuple("." not in name and p.shape[0] == experts.num_experts for name, p in named.items())
-    return ModelKernel(experts, tuple(named), stacked, implementation == "batched_mm"), tuple(named.values())
+    own_gate = experts.has_gate and type(experts)._apply_gate is not _default_apply_gate
+    block = ModelKernel(experts, tuple(named), stacked, own_gate, gathers_weights=implementation == "batched_mm")
+    return block, tuple(named.values())
 
 
 def patch_experts(experts: nn.Module, schedule: LocalDispatch, kernel: str) -> None:

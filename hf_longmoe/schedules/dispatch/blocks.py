@@ -23,12 +23,16 @@ from hf_longmoe.schedules.dispatch.plan import Segment, Wave
 __all__ = ["Block", "GatedMLP", "ModelKernel", "row_slices"]
 
 Params = Sequence[torch.Tensor]
-_SLICE = 2**18  # elements of an element-wise pass at a time: stays in cache, and bounds its temporaries
+_SLICE = 2**18  # elements of an element-wise pass at a time: they stay in cache
 
 
 def row_slices(rows: int, width: int) -> Iterator[slice]:
-    """Slices of `rows` of `width` elements, each of about a quarter of a million elements."""
-    step = max(16, _SLICE // max(width, 1))
+    """
+    Slices of `rows` of `width` elements: a quarter of a million elements, and an eighth of the rows, at most.
+
+    An element-wise pass has up to four temporaries of a slice: half as much as its rows.
+    """
+    step = max(1, min(_SLICE // max(width, 1), -(-rows // 8)))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -64,7 +68,8 @@ class GatedMLP:
     With m the gated activation, `w` a row's routing weight and `g` its output gradient: the gradient of `w` is
     `(g @ down) · m`, so backward does not need the output, a third of the recomputed forward; and `w` enters the
     gradients of `down` and of `m`, which are I wide, not that of the output. Bytes of a row in flight: forward
-    (H + 2I)·b, backward (2H + 4I)·b. It computes in the weights' dtype also under autocast, as `grouped_mm` does.
+    (H + 2I)·b, backward (2H + 4I)·b, each with the temporaries of a slice, max(H, I)·a/2 (a: the bytes of
+    `accumulation_dtype`). It computes in the weights' dtype also under autocast, as `grouped_mm` does.
 
     Arguments:
         act: the element-wise activation.
@@ -76,7 +81,9 @@ class GatedMLP:
     stacked = (True, True)
 
     def bytes_per_row(self, hidden: int, params: Params) -> int:
-        return (2 * hidden + 4 * params[1].shape[2]) * params[1].element_size()
+        width, dtype = params[1].shape[2], params[1].dtype
+        temporaries = max(hidden, width) * accumulation_dtype(dtype).itemsize // 2
+        return (2 * hidden + 4 * width) * dtype.itemsize + temporaries
 
     def max_experts(self, params: Params, budget: int) -> int | None:
         return None
@@ -162,20 +169,24 @@ class ModelKernel:
         module: the experts module, called by its class as `forward(x [r, H], index [r, 1], weight [r, 1])`.
         names: its parameters' names, in the order of `params`.
         stacked: for each, whether its first dimension is the experts.
+        own_gate: whether the gate is other than `act(gate) * up`.
         gathers_weights: whether the kernel copies a row's expert for every row, as `batched_mm` does.
     """
 
     module: nn.Module
     names: tuple[str, ...]
     stacked: tuple[bool, ...]
+    own_gate: bool = False
     gathers_weights: bool = False
 
     def bytes_per_row(self, hidden: int, params: Params) -> int:
         matrices = [p.shape[1:] for p, stacked in zip(params, self.stacked, strict=True) if stacked and p.dim() == 3]
-        widest = max(a if b == hidden else b for a, b in matrices)
+        widths = [a if b == hidden else b for a, b in matrices]
         size = max(p.element_size() for p in params)
-        # Counted by a test: rows and their sorted copies, the products, their gradients.
-        return (8 * hidden + 6 * widest) * size + 2 * self.gathers_weights * self._expert_bytes(params)
+        # Counted (tests/schedules/dispatch/test_bytes.py): 6H + 4I for `grouped_mm` with the standard gate, whose
+        # matrices are 2I and I wide; a gate of its own saves up to eight more products.
+        row = 6 * hidden + sum(widths) + min(widths) * (9 if self.own_gate else 1)
+        return row * size + 2 * self.gathers_weights * self._expert_bytes(params)
 
     def max_experts(self, params: Params, budget: int) -> int | None:
         return max(1, budget // 4 // max(self._expert_bytes(params), 1))

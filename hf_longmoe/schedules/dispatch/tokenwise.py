@@ -75,7 +75,10 @@ class _Call:
 
     def backward(self, g: torch.Tensor, needs: Sequence[bool], x: torch.Tensor, *params: torch.Tensor):
         grad_x = torch.empty_like(x) if needs[0] else None
-        grads = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) if n else None for p, n in zip(params, needs[1:], strict=True)]
+        grads = [
+            torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) if n else None
+            for p, n in zip(params, needs[1:], strict=True)
+        ]
         for start in range(0, x.shape[0], self.size):
             tile = slice(start, start + self.size)
             with torch.enable_grad():
