@@ -36,7 +36,6 @@ def test_the_wheel_installs_elsewhere_and_imports(tmp_path):
         f"assert t.__file__.startswith({str(target)!r}), t.__file__\n"
         "assert hf_longmoe.patch_model is t.patch_model\n"
     )
-    # -S -E would drop the dependencies too; an isolated start outside the tree keeps the source from being found first.
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=120)
 
 
