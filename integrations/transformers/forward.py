@@ -62,7 +62,7 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         router_loss.start(inputs.get("attention_mask"))
         inputs["output_router_logits"] = False
     if head is not None:
-        head.deferring, head.loss_computed, head.formed_by = True, False, None
+        head.deferring, head.loss_computed, head.fallback = True, False, None
     try:
         output = stock(**inputs)
         if head is not None and not head.loss_computed:
@@ -103,9 +103,11 @@ def _add_router_loss(output: ModelOutput, router_loss: Any) -> ModelOutput:
 
 
 def _explain(model: PreTrainedModel, head: Any) -> None:
-    if head.formed_by is None:
+    """The loss did not come from the schedule: says why, once, and in the report."""
+    if head.fallback is None:
         raise RuntimeError(_BYPASSED)
-    logger.warning_once(
-        f"{type(model).__name__} applies {head.formed_by!r} to its logits, which the vocabulary schedule does not"
-        " know: the stock loss is used, and its memory is not bounded."
-    )
+    entries = model.longmoe.entries
+    for at, entry in enumerate(entries):
+        if entry.component == "vocab" and entry.schedule is not None:
+            entries[at] = dataclasses.replace(entry, schedule=None, note=head.fallback)
+            logger.warning(f"{entries[at]}: the stock loss is used, and its memory is not bounded.")

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -31,7 +33,7 @@ class Head:
     config: VocabConfig
     deferring: bool = False
     loss_computed: bool = False
-    formed_by: str | None = None  # the operation that made the logits be formed after all
+    fallback: str | None = None  # why this call formed its logits after all
     stock_loss: Callable | None = None  # what the instance had as its `loss_function`, if anything
 
     def rows(self, lm_head: nn.Linear) -> int:
@@ -128,7 +130,7 @@ class DeferredLogits(torch.Tensor):
         if source.hidden is None:
             raise RuntimeError(_NOT_KEPT)
         if torch.is_grad_enabled():
-            source.head.formed_by = why
+            source.head.fallback = f"the model applies {why!r} to its logits, which the schedule does not know"
         logits = nn.functional.linear(source.hidden, source.weight, source.bias)
         for func, operands in self.steps.applied:
             logits = func(logits, *operands)
@@ -183,7 +185,9 @@ def restore_head(model: PreTrainedModel, head: Head) -> None:
 @torch.compiler.disable
 def _head_forward(self: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
     head: Head = self.longmoe_head
-    if not head.deferring:
+    if head.deferring and (isinstance(self, FSDPModule) or isinstance(self.weight, DTensor)):
+        head.fallback = "FSDP2 or tensor parallelism shards it, and frees the gathered weight before the loss"
+    if not head.deferring or head.fallback:
         return type(self).forward(self, hidden_states)
     return DeferredLogits(_Source(head, hidden_states, self.weight, self.bias), hidden_states, _Steps())
 
