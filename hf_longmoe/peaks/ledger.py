@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
 
@@ -14,8 +14,8 @@ from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 
 __all__ = ["Context", "Ledger"]
 
-# (component, phase) at work when a storage appears.
-Context = tuple[str, str]
+# What is at work when a storage appears: component, phase, and whatever tells one visit of a region from the next.
+Context = tuple[str, str, Hashable]
 
 
 class _Entry:
@@ -108,21 +108,21 @@ def _replay(resident: Iterable[tuple[_Entry, int]], log: Iterable[tuple[Context 
         live[entry.component] += nbytes
     total = peak = sum(live.values())
     at_peak, high, working = dict(live), dict(live), dict.fromkeys(COMPONENTS, 0)
-    phase, worker = "resident", None
+    worker, phase, visit = None, "resident", None
     phase_totals, phase_highs = {phase: total}, {phase: dict(live)}
-    entry_level = run_high = 0  # of the component at work, in its current uninterrupted run
+    entry_level = run_high = 0  # of the component at work, in the present uninterrupted run of its present visit
     for context, entry, delta in log:
-        if context is not None and context != (worker, phase):
+        if context is not None:
             if context[1] != phase:
                 phase = context[1]
                 phase_totals[phase] = max(phase_totals.get(phase, 0), total)
                 highs = phase_highs.setdefault(phase, {})
                 for name, level in live.items():
                     highs[name] = max(highs.get(name, 0), level)
-            if context[0] != worker:
+            if context[2] != visit or context[0] != worker:
                 if worker is not None:
                     working[worker] = max(working[worker], run_high - max(entry_level, live[worker]))
-                worker = context[0]
+                worker, _, visit = context
                 entry_level = run_high = live[worker]
         owner = entry.component
         live[owner] += delta

@@ -1,4 +1,4 @@
-"""`component(name)`: marks a region of code for every probe that is open. Knows nothing of bytes."""
+"""`component(name)`: marks a region of code for every probe that is open. Counts nothing itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["COMPONENTS", "OTHER", "PHASES", "Probe", "component", "current", "pop", "push", "tag", "watched"]
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "COMPONENTS",
+    "OTHER",
+    "PHASES",
+    "Probe",
+    "component",
+    "current",
+    "follow_backward",
+    "innermost",
+    "pop",
+    "push",
+    "tag",
+]
 
 COMPONENTS = (
     "dispatch",
@@ -42,14 +57,30 @@ class Probe(ABC):
     def tag(self, component: str, tensors: Any) -> None:
         """The storages of `tensors` (tensors in any nesting of lists, tuples and dicts) belong to `component`."""
 
+    @abstractmethod
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has grown or shrunk in place."""
+
     def entered_backward(self, component: str) -> None:  # noqa: B027 (only some probes want it)
         """From here on, backward works on what `component` recorded."""
 
     def _announce(self) -> None:
         _open.append(self)
+        # FSDP2 frees and refills gathered parameters by this method, which is no operator. It is inherited from
+        # torch._C.StorageBase, so that deleting the override restores it.
+        torch.UntypedStorage.resize_ = _resize_
 
     def _retire(self) -> None:
         _open.remove(self)
+        if not _open:
+            del torch.UntypedStorage.resize_
+
+
+def _resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    torch._C.StorageBase.resize_(storage, size)
+    for probe in _open:
+        probe.resized(storage)
+    return storage
 
 
 class _Region:
@@ -73,15 +104,16 @@ def _stack() -> list[_Region]:
         return _thread.stack
 
 
-def watched() -> tuple[Probe, ...]:
-    """The probes that are open."""
-    return tuple(_open)
+def innermost() -> _Region | None:
+    """The innermost region that the calling thread is in: one object for each time that a region is entered."""
+    stack = _stack()
+    return stack[-1] if stack else None
 
 
 def current() -> str | None:
-    """The innermost region that the calling thread is in, or None."""
-    stack = _stack()
-    return stack[-1].component if stack else None
+    """The component of the innermost region that the calling thread is in, or None."""
+    region = innermost()
+    return None if region is None else region.component
 
 
 def push(name: str) -> _Region | None:
@@ -155,3 +187,17 @@ def tag(component: str, *tensors: Any) -> None:
     """Gives the storages of `tensors` to `component` in every open probe, from their birth on."""
     for probe in _open:
         probe.tag(component, tensors)
+
+
+def follow_backward(component: str, *tensors: Any) -> None:
+    """Announces to the probes that cannot see it themselves when backward reaches what made `tensors`."""
+    if not any(probe.needs_backward_hooks for probe in _open):
+        return
+
+    def reached(_: Any) -> None:
+        for probe in _open:
+            probe.entered_backward(component)
+
+    for tensor in tree_leaves(tensors):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(reached)

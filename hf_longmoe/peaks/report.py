@@ -25,9 +25,9 @@ class ComponentPeak:
     Arguments:
         peak (`int`): the most bytes of this component alive at once.
         at_peak (`int`): its bytes at the moment when the total was highest.
-        working (`int`): the most bytes that it held at once, within one uninterrupted run of its own work, beyond the
-            larger of what it held when that run began and what was left when it ended. Inputs, outputs and what is
-            kept for backward are left out, so this is the number that a schedule's cap bounds.
+        working (`int`): the most bytes that it held at once within one visit of its regions, beyond the larger of what
+            it held when the visit began and what was left when it ended. Inputs, outputs and what is kept for backward
+            are left out, so this is the number that a schedule's cap bounds.
         phases (`dict[str, int]`): per phase of `PHASES` that occurred, the most bytes alive at once during it.
     """
 

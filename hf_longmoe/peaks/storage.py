@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from hf_longmoe.peaks.ledger import Context, Ledger
-from hf_longmoe.peaks.region import OTHER, Probe, current, watched
+from hf_longmoe.peaks.region import OTHER, Probe, current, innermost
 from hf_longmoe.peaks.report import PeakReport
 
-__all__ = ["StorageProbe", "storages"]
+__all__ = ["StorageProbe", "rounded", "storages"]
 
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of every AccumulateGrad node
 _GRANULE = {"cuda": 512}  # bytes to which a device's allocator rounds up; 1 elsewhere
@@ -67,17 +67,12 @@ class StorageProbe(Probe, TorchDispatchMode):
         self._home = threading.get_ident()
         self._fake_mode = active_fake_mode()
         self.restart()
-        # FSDP2 frees and refills gathered parameters by this method, which is no operator. It is inherited from
-        # torch._C.StorageBase, so that deleting the override restores it.
-        torch.UntypedStorage.resize_ = _resize_
         self._announce()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._retire()
-        if not any(isinstance(probe, StorageProbe) for probe in watched()):
-            del torch.UntypedStorage.resize_
         self._is_open = False
 
     def restart(self) -> None:
@@ -92,43 +87,47 @@ class StorageProbe(Probe, TorchDispatchMode):
 
     # -- whose -------------------------------------------------------------------------------------------------------
     def moved(self, before: str | None, after: str | None) -> None:
-        self._mark(after or self._recorder() or OTHER)
+        self._mark(after or (self._recorder() or (OTHER, -1))[0])
 
     def tag(self, component: str, tensors: Any) -> None:
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor):
                 for storage, device in storages(tensor):
                     if self._counts(device):
-                        self._ledger.own(storage, _rounded(storage, device), component)
+                        self._ledger.own(storage, rounded(storage, device), component)
+
+    def resized(self, storage: torch.UntypedStorage, device: torch.device | None = None) -> None:
+        self._ledger.resize(storage, rounded(storage, device or storage.device), self._context())
 
     def _mark(self, component: str, back: int = 0) -> None:
         if threading.get_ident() == self._home:  # each thread counts its own sequence numbers
             self._marks.append(max(torch.autograd._get_sequence_nr() - back, self._marks[-1]))
             self._owners.append(component)
 
-    def _recorder(self) -> str | None:
-        """The component during which the running autograd node was recorded; None outside of backward."""
+    def _recorder(self) -> tuple[str, int] | None:
+        """Component and place of the mark under which the running autograd node was recorded; None in no backward."""
         node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
         if node is None:
             return None
         number = node._sequence_nr()
         if number == _ACCUMULATE_GRAD:
-            return "gradients"
+            return "gradients", -1
         place = bisect.bisect_right(self._marks, number) - 1
-        return self._owners[place] if place >= 0 else OTHER
+        return (self._owners[place] if place >= 0 else OTHER), place
 
     def _context(self) -> Context:
-        here = current()
+        region = innermost()
         if torch._C._current_graph_task_id() == -1:
-            return here or OTHER, "update" if here == "optimizer" else "forward"
-        if not torch.is_grad_enabled():
-            return here or self._recorder() or OTHER, "backward"
-        if here is None:
-            here = self._recorder() or OTHER
-            if here != self._owners[-1]:
-                # The nodes of this replay must lead back to it. Its first operator has taken its number already.
-                self._mark(here, back=1)
-        return here, "recompute"
+            here = OTHER if region is None else region.component
+            return here, "update" if here == "optimizer" else "forward", region
+        phase = "recompute" if torch.is_grad_enabled() else "backward"
+        if region is not None:
+            return region.component, phase, region
+        here, place = self._recorder() or (OTHER, -1)
+        if phase == "recompute" and here != self._owners[-1]:
+            # The nodes of this replay must lead back to it. Its first operator has taken its number already.
+            self._mark(here, back=1)
+        return here, phase, place
 
     # -- what --------------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,13 +137,13 @@ class StorageProbe(Probe, TorchDispatchMode):
         if active_fake_mode() is not self._fake_mode:
             return out  # DTensor finding out shapes: no memory
         if func is torch.ops.aten.resize_.default or func is torch.ops.inductor.resize_storage_bytes_.default:
-            self._resized(args[0].untyped_storage(), args[0].device)
+            self.resized(args[0].untyped_storage(), args[0].device)
         elif self._returns_fresh(func):
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(tensor, torch.Tensor):
                     for storage, device in storages(tensor):
                         if self._counts(device) and not self._ledger.knows(storage):
-                            self._ledger.add(storage, _rounded(storage, device), self._context())
+                            self._ledger.add(storage, rounded(storage, device), self._context())
         return out
 
     def _returns_fresh(self, func: Any) -> bool:
@@ -153,9 +152,6 @@ class StorageProbe(Probe, TorchDispatchMode):
             returns = func._schema.returns
             fresh = self._fresh[func] = any(value.alias_info is None for value in returns)
         return fresh
-
-    def _resized(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        self._ledger.resize(storage, _rounded(storage, device), self._context())
 
     def _counts(self, device: torch.device) -> bool:
         wanted = self._device
@@ -171,14 +167,7 @@ def storages(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, torch
         yield tensor.untyped_storage(), tensor.device  # a fake tensor's storage would say "meta"
 
 
-def _rounded(storage: torch.UntypedStorage, device: torch.device) -> int:
+def rounded(storage: torch.UntypedStorage, device: torch.device) -> int:
+    """The bytes that a device's allocator spends on a storage."""
     granule = _GRANULE.get(device.type, 1)
     return -(-storage.nbytes() // granule) * granule
-
-
-def _resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    torch._C.StorageBase.resize_(storage, size)
-    for probe in watched():
-        if isinstance(probe, StorageProbe):
-            probe._resized(storage, storage.device)
-    return storage

@@ -1,0 +1,294 @@
+"""`watch`: marks the components of a Transformers causal LM for the probes that are open. Patched or stock."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_longmoe.integrations.transformers.dispatch_modules import dispatch_modules
+from hf_longmoe.integrations.transformers.experts import is_experts
+from hf_longmoe.peaks import component
+from hf_longmoe.peaks.region import follow_backward, pop, push, tag
+from hf_longmoe.peaks.storage import storages
+
+__all__ = ["Watch", "causal_lm", "watch"]
+
+
+class Watch:
+    """What `watch` has installed. `remove()` takes all of it off again; as a context manager it does so on exit."""
+
+    def __init__(self) -> None:
+        # Bytes that the schedules' caps leave aside: 24 for each row of a dispatch, 16 for each token of a loss.
+        self.beside_caps = {"dispatch": 0, "vocab": 0}
+        self._undo: list[Callable[[], Any]] = []
+        self._regions: list[Any] = []
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        for region in self._regions:  # left open where an exception kept a hook from running
+            pop(region)
+        while self._undo:
+            self._undo.pop()()
+
+    def _push(self, name: str) -> Any:
+        region = push(name)
+        if region is not None:
+            self._regions.append(region)
+        return region
+
+    def _pop(self, region: Any) -> None:
+        pop(region)
+        if region in self._regions:
+            self._regions.remove(region)
+
+    def _hook(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def _around(self, module: nn.Module, before: Callable, after: Callable) -> None:
+        self._hook(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._hook(module.register_forward_hook(after, always_call=True))
+
+    def _bracket(self, module: nn.Module, name: str, leads_back_to: str | None = None) -> None:
+        """Every forward of `module` is a region. In backward, what comes before it belongs to `leads_back_to`."""
+        regions: list[Any] = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            regions.append(self._push(name))
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            if regions:
+                self._pop(regions.pop())
+                follow_backward(name, output)
+                if leads_back_to is not None:
+                    follow_backward(leads_back_to, args)
+
+        self._around(module, before, after)
+
+
+class _Call:
+    """One forward of the model: which of the regions that span several of its modules are open."""
+
+    def __init__(self, has_labels: bool, has_router_loss: bool):
+        self.has_labels, self.has_router_loss = has_labels, has_router_loss
+        self.vocab = self.aux = None
+
+
+def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Watch:
+    """
+    Marks regions and tags tensors for every probe that is open, now or later, until the handle is removed:
+
+    - `dispatch`: MoE blocks (router, experts, shared experts) and the dense MLPs of a MoE model's other layers;
+    - `vocab`: from the LM head to the end of `loss_function`; `aux`: from there to the end of the model's forward,
+      and the router logits kept for it, where router logits are in use;
+    - `layer`: all else within the base model, in forward and in checkpointing's recompute;
+    - `boundaries`: the inputs of layers that checkpoint;
+    - `parameters`, `gradients`; and `optimizer`: its state, and all that its step allocates.
+
+    Arguments:
+        model (`nn.Module`): a `PreTrainedModel`, or a wrapper (DDP, PEFT) that holds one.
+        optimizer (`torch.optim.Optimizer`, *optional*): the one whose step to watch, Accelerate's wrapper or not.
+
+    Returns:
+        `Watch`: the handle.
+
+    Raises:
+        `ValueError`: `model` holds no Transformers model.
+    """
+    model = causal_lm(model)
+    if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    handle = Watch()
+    _watch_tensors(handle, model, optimizer)
+    calls = _watch_model(handle, model, optimizer)
+    _watch_head(handle, model, calls)
+    for module, outermost in dispatch_modules(model):
+        handle._bracket(module, "dispatch", leads_back_to="layer" if outermost else "dispatch")
+        if is_experts(module):
+            handle._hook(module.register_forward_pre_hook(partial(_count_rows, handle)))
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            _watch_checkpoint(handle, layer)
+    if optimizer is not None:
+        _watch_optimizer(handle, optimizer)
+    return handle
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model inside a wrapper."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(f"model={type(model).__name__} holds no Transformers model; give a PreTrainedModel.")
+
+
+def _count_rows(handle: Watch, experts: nn.Module, args: Any) -> None:
+    indices = [t for t in args if isinstance(t, torch.Tensor) and not t.is_floating_point()]
+    handle.beside_caps["dispatch"] = max(handle.beside_caps["dispatch"], 24 * sum(t.numel() for t in indices))
+
+
+def _resident(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    parameters = list(model.parameters())
+    tag("parameters", parameters, list(model.buffers()))
+    tag("gradients", [parameter.grad for parameter in parameters])
+    if optimizer is not None:
+        tag("optimizer", list(optimizer.state.values()))
+
+
+def _watch_tensors(handle: Watch, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    _resident(model, optimizer)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            limit = parameter.numel() * parameter.element_size()
+            handle._hook(parameter.register_hook(partial(_tag_incoming, limit)))
+            handle._hook(parameter.register_post_accumulate_grad_hook(lambda p: tag("gradients", p.grad)))
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            # FSDP2's own hook comes first, so that here the parameters are the gathered ones.
+            handle._hook(module.register_forward_pre_hook(lambda m, _: tag("parameters", list(m.parameters()))))
+
+
+def _tag_incoming(limit: int, gradient: torch.Tensor) -> None:
+    # Under accumulation it is added to `.grad` and dropped. A larger storage is not the gradient's own.
+    if all(storage.nbytes() <= limit for storage, _ in storages(gradient)):
+        tag("gradients", gradient)
+
+
+def _watch_model(handle: Watch, model: PreTrainedModel, optimizer: torch.optim.Optimizer | None) -> list[_Call]:
+    calls: list[_Call] = []
+
+    def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        _resident(model, optimizer)
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and not t.requires_grad]
+        tag("other", inputs)
+        asked = kwargs.get("output_router_logits")
+        if asked is None:
+            asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+        calls.append(_Call(kwargs.get("labels") is not None, bool(asked)))
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        if calls:
+            call = calls.pop()
+            handle._pop(call.vocab)
+            if call.aux is not None:
+                handle._pop(call.aux)
+                follow_backward("aux", output)
+
+    handle._around(model, before, after)
+    if model.base_model is not model:
+        handle._bracket(model.base_model, "layer")
+
+        def keep_router_logits(_: nn.Module, args: Any, output: Any) -> None:
+            if calls and calls[-1].has_router_loss:
+                tag("aux", getattr(output, "router_logits", None))
+
+        handle._hook(model.base_model.register_forward_hook(keep_router_logits))
+    return calls
+
+
+def _watch_head(handle: Watch, model: PreTrainedModel, calls: list[_Call]) -> None:
+    head = model.get_output_embeddings()
+    if head is None:
+        return
+    alone: list[Any] = []  # regions of heads that are called outside of the model's own forward
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        tokens = args[0].numel() // args[0].shape[-1]
+        handle.beside_caps["vocab"] = max(handle.beside_caps["vocab"], 16 * tokens)
+        if not calls:
+            alone.append(handle._push("vocab"))
+        elif calls[-1].vocab is None:
+            calls[-1].vocab = handle._push("vocab")
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        follow_backward("vocab", output)
+        if not calls:
+            handle._pop(alone.pop() if alone else None)
+        elif not calls[-1].has_labels:
+            end_vocab()
+
+    def end_vocab() -> None:
+        call = calls[-1]
+        handle._pop(call.vocab)
+        call.vocab = None
+        if call.has_router_loss and call.aux is None:
+            call.aux = handle._push("aux")
+
+    handle._around(head, before, after)
+    stock = model.loss_function
+    own = vars(model).get("_loss_function")
+
+    def loss_function(*args: Any, **kwargs: Any) -> Any:
+        region = handle._push("vocab")
+        try:
+            loss = stock(*args, **kwargs)
+            follow_backward("vocab", loss)
+            return loss
+        finally:
+            handle._pop(region)
+            if calls:
+                end_vocab()
+
+    def restore() -> None:
+        if vars(model).get("_loss_function") is loss_function:  # else somebody has set another since
+            del model._loss_function
+            if own is not None:
+                model.loss_function = own
+
+    model.loss_function = loss_function
+    handle._undo.append(restore)
+
+
+def _watch_checkpoint(handle: Watch, layer: GradientCheckpointingLayer) -> None:
+    def before(module: nn.Module, args: Any) -> None:
+        if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+            tag("boundaries", args)
+
+    handle._hook(layer.register_forward_pre_hook(before))
+    # The checkpoint replays the layer's forward, not its call: hooks on the layer do not see the recompute.
+    checkpoint = vars(layer).get("_gradient_checkpointing_func")
+    if checkpoint is None:
+        return
+
+    def in_layer(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        def region(*inputs: Any, **options: Any) -> Any:
+            with component("layer"):
+                return function(*inputs, **options)
+
+        return checkpoint(region, *args, **kwargs)
+
+    def restore() -> None:
+        if vars(layer).get("_gradient_checkpointing_func") is in_layer:
+            layer._gradient_checkpointing_func = checkpoint
+
+    layer._gradient_checkpointing_func = in_layer
+    handle._undo.append(restore)
+
+
+def _watch_optimizer(handle: Watch, optimizer: torch.optim.Optimizer) -> None:
+    regions: list[Any] = []
+
+    def before(*_: Any) -> None:
+        tag("gradients", [p.grad for group in optimizer.param_groups for p in group["params"]])
+        regions.append(handle._push("optimizer"))
+
+    def after(*_: Any) -> None:
+        tag("optimizer", list(optimizer.state.values()))
+        handle._pop(regions.pop() if regions else None)
+
+    handle._hook(optimizer.register_step_pre_hook(before))
+    handle._hook(optimizer.register_step_post_hook(after))
