@@ -1,0 +1,50 @@
+"""Every launch file is one that Accelerate reads, and it starts as many connected processes as it says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+
+FOLDER = Path(__file__).parents[2] / "accelerate_configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+SHOW = """
+import json, os, torch
+from transformers import TrainingArguments
+arguments = TrainingArguments(output_dir=os.environ["OUT"], use_cpu=True)
+total = torch.ones(())
+if arguments.world_size > 1:
+    torch.distributed.all_reduce(total)
+found = {"world_size": arguments.world_size, "total": total.item(), "device": arguments.device.type}
+with open(os.path.join(os.environ["OUT"], f"{arguments.process_index}.json"), "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_there_are_launch_files_and_the_readme_lists_them():
+    assert len(FILES) >= 2
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{path.name}`" in readme for path in FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_accelerate_reads_it(path):
+    config = load_config_from_file(str(path))
+    assert config.num_processes == int(path.stem.removesuffix("proc").rpartition("_")[2])
+    assert config.use_cpu and config.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_processes_find_each_other(path, tmp_path):
+    (tmp_path / "show.py").write_text(SHOW)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, tmp_path / "show.py"]
+    environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+    size = load_config_from_file(str(path)).num_processes
+    assert found == [{"world_size": size, "total": size, "device": "cpu"}] * size
