@@ -55,8 +55,8 @@ def select_valid(labels: torch.Tensor, ignore_index: int, vocab_size: int) -> Va
     count, wrong = read_counts(labels, ignore_index, vocab_size)
     if wrong is not None:
         raise ValueError(
-            f"labels contain {wrong}, outside the head's vocabulary [0, {vocab_size}); use ignore_index={ignore_index} to "
-            "leave tokens out, or give the model as many embeddings as the tokenizer has entries."
+            f"labels contain {wrong}, outside the vocabulary [0, {vocab_size}); use ignore_index={ignore_index} "
+            "to leave tokens out, or give the model as many embeddings as the tokenizer has entries."
         )
     if count == labels.numel():
         return ValidTokens(labels, count, None)

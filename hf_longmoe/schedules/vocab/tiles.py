@@ -21,8 +21,11 @@ from hf_longmoe.schedules.vocab.statistics import TokenStatistics
 __all__ = ["linear_cross_entropy", "token_log_probs"]
 
 _NO_TRANSFORM = LogitTransform()
+# One clean graph break: the number of valid labels decides the tiles, and the buffers are written in place.
+_eager = torch.compiler.disable(reason="the vocabulary schedule reads the number of valid labels")
 
 
+@_eager
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -84,6 +87,7 @@ def linear_cross_entropy(
     return loss if collected is None else (loss, collected[0].reshape(shape))
 
 
+@_eager
 def token_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
