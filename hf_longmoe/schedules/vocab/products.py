@@ -57,28 +57,31 @@ class HalfUpcast(SameDtype):
     Half-precision operands, upcast. No precision is lost: the product of two halves fits in a float32.
 
     Arguments:
-        strip: rows of the weight upcast at once.
+        strip: buffer for the rows of the weight upcast at once [s, H], float32.
     """
 
-    def __init__(self, strip: int) -> None:
+    def __init__(self, strip: torch.Tensor) -> None:
         self.strip = strip
+
+    def _strips(self, weight: torch.Tensor):
+        step = self.strip.shape[0]
+        for start in range(0, weight.shape[0], step):
+            rows = weight[start : start + step]
+            yield slice(start, start + step), self.strip[: rows.shape[0]].copy_(rows)
 
     def hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.float()
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        for start in range(0, weight.shape[0], self.strip):
-            strip = weight[start : start + self.strip].float()
-            torch.mm(hidden, strip.t(), out=out[:, start : start + self.strip])
+        for columns, strip in self._strips(weight):
+            torch.mm(hidden, strip.t(), out=out[:, columns])
 
     def dh(self, gradient: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        for start in range(0, weight.shape[0], self.strip):
-            columns = gradient[:, start : start + self.strip]
-            strip = weight[start : start + self.strip].float()
-            if start == 0:
-                torch.mm(columns, strip, out=out)
+        for columns, strip in self._strips(weight):
+            if columns.start == 0:
+                torch.mm(gradient[:, columns], strip, out=out)
             else:
-                out.addmm_(columns, strip)
+                out.addmm_(gradient[:, columns], strip)
 
 
 class HalfOnCuda(SameDtype):
@@ -127,4 +130,5 @@ def choose_products(rows: int, weight: torch.Tensor, scale: float = 1.0) -> Same
     if weight.device.type == "cuda":
         return HalfOnCuda(weight.new_empty(rows, vocab_size), scale)
     # As many bytes as the rounded gradient takes on CUDA: one budget for both.
-    return HalfUpcast(max(1, rows * vocab_size * weight.dtype.itemsize // (4 * hidden_size)))
+    strip = min(vocab_size, max(1, rows * vocab_size * weight.dtype.itemsize // (4 * hidden_size)))
+    return HalfUpcast(weight.new_empty(strip, hidden_size, dtype=torch.float32))
