@@ -162,7 +162,9 @@ def storages(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, torch
     """The storages below a tensor, and their devices: several where it wraps others, none where it is sparse."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from storages(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # DTensor lists its mesh too
+                yield from storages(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage(), tensor.device  # a fake tensor's storage would say "meta"
 
