@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MethodType
 
 import torch
@@ -12,7 +13,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from hf_longmoe.schedules.dispatch import Block, GatedMLP, LocalDispatch, ModelKernel, TokenTiles
 
-__all__ = ["block_of", "is_experts", "patch_experts", "patch_mlp", "restore_forward"]
+__all__ = ["block_of", "is_experts", "patch_experts", "patch_mlp", "replaced_schedules", "restore_forward"]
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -37,9 +38,11 @@ def block_of(experts: nn.Module, kernel: str) -> tuple[Block, tuple[torch.Tensor
         and set(named) == {"gate_up_proj", "down_proj"}
     )
     implementation = experts.config._experts_implementation
+    # A kernel that somebody chose over the usual ones (one they registered, say) is theirs to keep.
+    usual = implementation in ("eager", "grouped_mm", "batched_mm")
     # `grouped_mm` computes in the weights' dtype under autocast; the others in autocast's, which only they know how.
     cast = torch.is_autocast_enabled(experts.down_proj.device.type) and implementation != "grouped_mm"
-    if kernel == "auto" and standard and not cast:
+    if kernel == "auto" and usual and standard and not cast:
         silu = isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
         return GatedMLP(experts.act_fn, silu), (experts.gate_up_proj, experts.down_proj)
     stacked = tuple("." not in name and p.shape[0] == experts.num_experts for name, p in named.items())
@@ -57,6 +60,18 @@ def patch_experts(experts: nn.Module, schedule: LocalDispatch, kernel: str) -> N
 def patch_mlp(mlp: nn.Module, tiles: TokenTiles) -> None:
     mlp.longmoe_schedule = tiles
     mlp.forward = MethodType(_mlp_forward, mlp)
+
+
+def replaced_schedules(model: nn.Module) -> Iterator[str]:
+    """Names of patched modules whose `forward` somebody has replaced since; a wrapper around it does not count."""
+    ours = {_experts_forward, _mlp_forward}
+    for name, module in model.named_modules():
+        if "longmoe_schedule" in vars(module):
+            forward = vars(module).get("forward")
+            while forward is not None and getattr(forward, "__func__", forward) not in ours:
+                forward = getattr(forward, "__wrapped__", None)
+            if forward is None:
+                yield name
 
 
 def restore_forward(module: nn.Module) -> None:

@@ -4,38 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
+from hf_longmoe.integrations.transformers.deferred import DeferredLogits, LossCall
+from hf_longmoe.integrations.transformers.experts import replaced_schedules
 from hf_longmoe.integrations.transformers.refusals import check_launch
 from hf_longmoe.peaks import component
 
 __all__ = ["patch_forward", "restore_model_forward"]
 
 logger = logging.get_logger(__name__)
-_BYPASSED = (
-    "The loss was computed without the patched LM head, so its memory is not bounded: something replaced the model's"
-    " forward after patch_model (use_liger_kernel=True does, inside train()). Switch that off, or patch with"
-    " LongMoEConfig(vocab=None)."
+_REPLACED = (
+    "{what} was replaced after patch_model (use_liger_kernel=True does so, inside train()), so its memory is not"
+    " bounded. Switch that off, or make the replacement first and call patch_model after it."
+)
+_REPLICA = (
+    "A patched model cannot run as a replica: torch.nn.DataParallel, which a Trainer uses where one process sees"
+    " several devices, is not supported. Start one process a device, with `accelerate launch`."
 )
 
 
 def patch_forward(model: PreTrainedModel) -> None:
     # Accelerate may already have put its own wrapper on the instance: then that is what this one calls.
     model.longmoe_stock_forward = vars(model).get("forward")
-    stock = type(model).forward
 
-    @wraps(stock)  # the Trainer reads the signature
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        self.longmoe.entered = True
         return _forward(self, *args, **kwargs)
 
+    # The Trainer reads the signature. Not `wraps`: Accelerate follows `__wrapped__` to take its own wrapper off again,
+    # and would take this one off too.
+    forward.__signature__ = inspect.signature(type(model).forward)
+    forward.__doc__ = type(model).forward.__doc__
     # Compiled models: this frame runs as it is, what it calls is compiled.
     model.forward = MethodType(torch.compiler.disable(forward, recursive=False), model)
+    model.longmoe.handles += [
+        model.register_forward_pre_hook(_before),
+        model.register_forward_hook(_after),
+    ]
 
 
 def restore_model_forward(model: PreTrainedModel) -> None:
@@ -45,53 +57,78 @@ def restore_model_forward(model: PreTrainedModel) -> None:
         model.forward = stock
 
 
+@torch.compiler.disable
+def _before(model: nn.Module, args: Any) -> None:
+    if model.longmoe.model is not model:
+        raise ValueError(_REPLICA)
+    model.longmoe.entered = False
+
+
+@torch.compiler.disable
+def _after(model: nn.Module, args: Any, output: Any) -> None:
+    if model.training and torch.is_grad_enabled() and not model.longmoe.entered:
+        raise RuntimeError(_REPLACED.format(what=f"The forward of {type(model).__name__}"))
+
+
 def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    patch, head = model.longmoe, model.longmoe.head
-    if model.training and not patch.launch_checked:
-        check_launch()
-        patch.launch_checked = True
+    patch = model.longmoe
     stock = model.longmoe_stock_forward or MethodType(type(model).forward, model)
-    inputs = _by_name(model, args, kwargs)
     training = model.training and torch.is_grad_enabled()
-    if inputs.get("labels") is None or not (training or not torch.is_grad_enabled()):
-        return stock(**inputs)
+    if training and not patch.launch_checked:
+        check_launch()
+        for name in replaced_schedules(model):
+            raise RuntimeError(_REPLACED.format(what=f"The forward of {name}"))
+        patch.launch_checked = True
+    inputs = _by_name(model, args, kwargs)
+    if inputs is None or inputs.get("labels") is None or not (training or not torch.is_grad_enabled()):
+        return stock(*args, **kwargs)
     router_loss = patch.router_loss
     if router_loss is not None and not (training and _wants_router_loss(model, inputs)):
         router_loss = None
     if router_loss is not None:
         router_loss.start(inputs.get("attention_mask"))
         inputs["output_router_logits"] = False
-    if head is not None:
-        head.deferring, head.loss_computed, head.fallback = True, False, None
     try:
-        output = stock(**inputs)
-        if head is not None and not head.loss_computed:
-            _explain(model, head)
+        output = stock(**inputs) if patch.head is None else _deferring(model, training, stock, inputs)
         return output if router_loss is None else _add_router_loss(output, router_loss)
     finally:
-        if head is not None:
-            head.deferring = False
         if router_loss is not None:
             router_loss.stop()
 
 
-def _by_name(model: PreTrainedModel, args: tuple, kwargs: dict) -> dict[str, Any]:
+def _deferring(model: PreTrainedModel, training: bool, stock: Any, inputs: dict[str, Any]) -> Any:
+    with LossCall(training) as call:
+        output = stock(**inputs)
+        if training and (call.fallback is not None or not call.loss_computed):
+            _leave_head_alone(model, call)
+        if isinstance(output, ModelOutput):
+            for name, value in output.items():
+                if isinstance(value, DeferredLogits):
+                    output[name] = value.settled()
+            return output
+        if isinstance(output, tuple):
+            return tuple(value.settled() if isinstance(value, DeferredLogits) else value for value in output)
+        return output
+
+
+def _by_name(model: PreTrainedModel, args: tuple, kwargs: dict) -> dict[str, Any] | None:
+    """The call's arguments by name; `None` where they do not fit the signature."""
     if not args:
         return dict(kwargs)
-    bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
-    named = dict(bound.arguments)
-    for parameter in bound.signature.parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            named.update(named.pop(parameter.name, {}))
-    named.pop("self")
-    return named
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1 : 1 + len(args)]
+    if len(names) < len(args) or kwargs.keys() & set(names):
+        return None
+    return dict(zip(names, args, strict=True)) | kwargs
 
 
 def _wants_router_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     asked = inputs.get("output_router_logits")
     asked = model.config.output_router_logits if asked is None else asked
+    as_dict = inputs.get("return_dict")
+    as_dict = model.config.return_dict if as_dict is None else as_dict
     mask = inputs.get("attention_mask")
-    return bool(asked) and inputs.get("return_dict") is not False and (mask is None or torch.is_tensor(mask))
+    return bool(asked) and bool(as_dict) and (mask is None or torch.is_tensor(mask))
 
 
 def _add_router_loss(output: ModelOutput, router_loss: Any) -> ModelOutput:
@@ -102,12 +139,12 @@ def _add_router_loss(output: ModelOutput, router_loss: Any) -> ModelOutput:
     return type(output)(**{**values, "loss": loss, "aux_loss": aux_loss})
 
 
-def _explain(model: PreTrainedModel, head: Any) -> None:
+def _leave_head_alone(model: PreTrainedModel, call: LossCall) -> None:
     """The loss did not come from the schedule: says why, once, and in the report."""
-    if head.fallback is None:
-        raise RuntimeError(_BYPASSED)
-    entries = model.longmoe.entries
-    for at, entry in enumerate(entries):
-        if entry.component == "vocab" and entry.schedule is not None:
-            entries[at] = dataclasses.replace(entry, schedule=None, note=head.fallback)
-            logger.warning(f"{entries[at]}: the stock loss is used, and its memory is not bounded.")
+    config = model.longmoe.config.vocab
+    if not call.loss_computed and (config.label_smoothing or config.z_loss):
+        raise ValueError(
+            f"vocab.label_smoothing={config.label_smoothing} and vocab.z_loss={config.z_loss} cannot be applied to"
+            f" {type(model).__name__}, which does not call its loss_function; set both to 0."
+        )
+    model.longmoe.leave_head_alone(call.fallback or "the model computes its loss without calling its LM head")

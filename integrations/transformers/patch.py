@@ -23,7 +23,7 @@ from hf_longmoe.integrations.transformers.experts import (
 )
 from hf_longmoe.integrations.transformers.families import Family, family_of
 from hf_longmoe.integrations.transformers.forward import patch_forward, restore_model_forward
-from hf_longmoe.integrations.transformers.head import Head, head_report, patch_head, restore_head
+from hf_longmoe.integrations.transformers.head import head_report, head_rows, patch_head, restore_head
 from hf_longmoe.integrations.transformers.refusals import check_model, why_left_alone
 from hf_longmoe.integrations.transformers.replay import patch_checkpointing, restore_checkpointing
 from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
@@ -55,9 +55,10 @@ class Patch:
     model: PreTrainedModel
     config: LongMoEConfig
     entries: list[Entry] = field(default_factory=list)
-    head: Head | None = None
+    head: str | None = None  # the name of the patched LM head
     router_loss: RouterLoss | None = None
     launch_checked: bool = False
+    entered: bool = False  # whether the call under way came through the patched forward
     handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> PreTrainedModel:
@@ -68,6 +69,13 @@ class Patch:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.entries))
+
+    def leave_head_alone(self, reason: str) -> None:
+        """Corrects the report once a call has shown that the head's schedule cannot be used."""
+        entry = Entry(self.head, "vocab", None, reason)
+        if entry not in self.entries:
+            logger.warning(f"{entry}: the stock loss is used, and its memory is not bounded.")
+            self.entries = [entry if e.component == "vocab" else e for e in self.entries]
 
 
 def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Module:
@@ -89,11 +97,21 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
     """
     config = LongMoEConfig() if config is None else config
     target = _target(model)
-    if "longmoe" in vars(target):
-        if target.longmoe.config == config:
-            return model
-        unpatch_model(model)
+    before: Patch | None = vars(target).get("longmoe")
+    if before is not None and before.config == config:
+        return model
     check_model(model, target)
+    unpatch_model(model)
+    try:
+        _patch(target, config)
+    except ValueError:
+        if before is not None:
+            _patch(target, before.config)
+        raise
+    return model
+
+
+def _patch(target: PreTrainedModel, config: LongMoEConfig) -> None:
     patch = Patch(target, config)
     family = family_of(target.config.get_text_config().model_type)
     actions = [*_plan_dispatch(patch, family), *_plan_head(patch)]
@@ -108,7 +126,6 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
     target.longmoe = patch
     patch_forward(target)
     patch_checkpointing(target)
-    return model
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:
@@ -122,7 +139,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
             if "longmoe_schedule" in vars(module):
                 restore_forward(module)
         if patch.head is not None:
-            restore_head(target, patch.head)
+            restore_head(target)
         restore_checkpointing(target)
         restore_model_forward(target)
     return model
@@ -156,8 +173,11 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
             if (shared := getattr(parent, child, None)) is not None:
                 dense[f"{name.rpartition('.')[0]}.{child}"] = (shared, family.shared_saved_after)
     if experts and family.dense:
-        for name, layer in model.named_modules():
-            if isinstance(layer, GradientCheckpointingLayer) and not any(map(is_experts, layer.modules())):
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
+        sparse = {n for n, layer in layers.items() if any(map(is_experts, layer.modules()))}
+        kinds = {type(layers[n]) for n in sparse}  # a vision tower's layers are none of them
+        for name, layer in layers.items():
+            if name not in sparse and type(layer) in kinds:
                 dense[f"{name}.{family.dense}"] = (getattr(layer, family.dense), False)
     for name, (module, saved_after) in dense.items():
         if reason := why_left_alone(name, module):
@@ -170,6 +190,7 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
         patch.entries.append(Entry(name, "dispatch", "token tiles", f"{tokens} tokens at a time"))
         yield partial(patch_mlp, module, tiles)
     if experts and (found := router_loss_of(model)):
+        patch.entries.append(Entry("router logits", "aux", "sums by layer", f"of {len(found[1])} routers"))
         yield partial(_stream_router_loss, patch, *found)
 
 
@@ -200,9 +221,8 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
     if reason:
         patch.entries.append(Entry(name, "vocab", None, reason))
         return
-    head = Head(config)
-    rows = head.rows(lm_head)
+    rows = head_rows(model, lm_head, config)
     tied = ", tied to the input embeddings" if model.get_input_embeddings().weight is lm_head.weight else ""
     patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}"))
-    patch.head = head
-    yield partial(patch_head, model, lm_head, head)
+    patch.head = name
+    yield partial(patch_head, model, lm_head, config)

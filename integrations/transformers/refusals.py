@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 __all__ = ["check_launch", "check_model", "why_left_alone"]
+
+_FSDP1 = "hf_longmoe: FSDP1 flattens parameters; use FSDP2 (fsdp_version: 2 in the accelerate config)."
 
 
 def check_model(wrapped: nn.Module, model: PreTrainedModel) -> None:
@@ -17,17 +25,18 @@ def check_model(wrapped: nn.Module, model: PreTrainedModel) -> None:
     Raises:
         `ValueError`: the model is held in a way that the schedules do not support; the message says what to do.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     if any(isinstance(m, FullyShardedDataParallel) for m in wrapped.modules()):
-        raise ValueError(
-            "patch_model: FSDP1 flattens parameters; use FSDP2 (fsdp_version: 2 in the accelerate config)."
-        )
+        raise ValueError(_FSDP1)
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise ValueError(
             f'patch_model: the model is spread over {sorted(map(str, devices))} by device_map="auto"; load it without'
             " device_map and let accelerate place it."
+        )
+    if inspect.unwrap(model.forward).__module__.startswith("liger_kernel"):
+        raise ValueError(
+            f"patch_model: Liger has replaced the forward of {type(model).__name__}, so there are no logits to bound;"
+            " leave its fused_linear_cross_entropy off, or patch with LongMoEConfig(vocab=None)."
         )
     check_launch()
 
@@ -35,18 +44,36 @@ def check_model(wrapped: nn.Module, model: PreTrainedModel) -> None:
 def check_launch() -> None:
     """
     Raises:
-        `ValueError`: the launch uses DeepSpeed, or asks for context parallelism.
+        `ValueError`: the launch, or the Accelerator that exists by now, uses DeepSpeed, Megatron-LM or FSDP1, or asks
+            for tensor, context or sequence parallelism.
     """
-    if is_deepspeed_zero3_enabled() or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true":
+    # Made by Accelerator() or the Trainer, perhaps not from the environment.
+    state = AcceleratorState._shared_state
+    kind = state.get("distributed_type")
+    if (
+        is_deepspeed_zero3_enabled()
+        or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        or kind == DistributedType.DEEPSPEED
+    ):
         raise ValueError(
             "hf_longmoe does not run under DeepSpeed; launch with DDP or FSDP2 (see accelerate_configs/)."
         )
-    for kind in ("CP", "SP"):
-        size = int(os.environ.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1"))
+    if kind == DistributedType.MEGATRON_LM or os.environ.get("ACCELERATE_USE_MEGATRON_LM", "false").lower() == "true":
+        raise ValueError(
+            "hf_longmoe does not run under Megatron-LM; launch with DDP or FSDP2 (see accelerate_configs/)."
+        )
+    plugin = state.get("fsdp_plugin")
+    version = os.environ.get("FSDP_VERSION", "1") if plugin is None else str(plugin.fsdp_version)
+    if version == "1" and (plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"):
+        raise ValueError(_FSDP1)
+    parallel = state.get("parallelism_config")
+    for kind in ("tp", "cp", "sp"):
+        size = int(os.environ.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1"))
+        size = size if parallel is None else getattr(parallel, f"{kind}_size")
         if size > 1:
             raise ValueError(
-                f"The launch asks for {kind.lower()}_size={size} (ParallelismConfig), which hf_longmoe does not take"
-                f" yet; set {kind.lower()}_size to 1."
+                f"The launch asks for {kind}_size={size} (ParallelismConfig), which hf_longmoe does not take yet; set"
+                f" {kind}_size to 1."
             )
 
 
@@ -56,13 +83,16 @@ def why_left_alone(name: str, module: nn.Module) -> str | None:
         return "an adapter wraps it; put adapters on other modules, or merge them first"
     if parametrize.is_parametrized(module):
         return "its weights are parametrized"
-    bad = [n for n, p in module.named_parameters() if not p.is_floating_point() or p.element_size() < 2]
-    if bad:
-        return (
-            f"its weights are quantised ({bad[0]} is {dict(module.named_parameters())[bad[0]].dtype}); load it in bf16"
-        )
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
-        return "it has dropout, which a second run in backward would draw anew"
     if "forward" in vars(module):
         return "something else replaced its forward (expert parallelism does)"
+    params = dict(module.named_parameters())
+    if not params:
+        return "it has no parameters to compute gradients for (quantised weights are buffers); load it in bf16"
+    for param_name, param in params.items():
+        if not param.is_floating_point() or param.element_size() < 2:
+            return f"its weights are quantised ({param_name} is {param.dtype}); load it in bf16"
+        if is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor):
+            return f"its weights are quantised ({param_name} is a {type(param).__name__}); load it in bf16"
+    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
+        return "it has dropout, which a second run in backward would draw anew"
     return None

@@ -1,0 +1,310 @@
+"""Logits that are not formed until somebody needs them.
+
+While a model computes a loss, its `lm_head` gives `DeferredLogits`: hidden states and weight, with the operations that
+the model applies to the logits (scales, a soft cap, casts) noted down. A loss that knows how works from those; any
+other operation forms the logits, and they are then the stock model's in every respect, gradients included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+
+from hf_longmoe.schedules.vocab import LogitTransform
+
+__all__ = ["DeferredLogits", "LossCall", "current_call", "defer"]
+
+_NOT_KEPT = (
+    "The logits of a training step are not formed: the loss was computed without them. To read them, call the model"
+    " without `labels` (it then gives its stock logits), or patch with LongMoEConfig(vocab=None)."
+)
+_STALE = (
+    "These logits were not formed yet, and the weights that they come from have changed since. Read them before the"
+    " optimizer's step, or patch with LongMoEConfig(vocab=None)."
+)
+
+
+@dataclass
+class LossCall:
+    """
+    One forward of a model that computes a loss; a context manager, inside which its heads defer their logits.
+
+    Arguments:
+        training: whether a backward follows. If not, logits may be formed on demand after the call.
+    """
+
+    training: bool
+    loss_computed: bool = False  # by `TiledLoss`
+    fallback: str | None = None  # why the logits were formed after all
+    sources: list[_Source] = field(default_factory=list)
+    _token: Token | None = None
+
+    def __enter__(self) -> LossCall:
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _current.reset(self._token)
+        for source in self.sources:
+            source.call = None
+            if self.training and not source.formed:
+                source.operands = None
+
+
+# Per thread: models in different threads do not meet.
+_current: ContextVar[LossCall | None] = ContextVar("hf_longmoe_loss_call", default=None)
+
+
+def current_call() -> LossCall | None:
+    return _current.get()
+
+
+class _Source:
+    """What logits are formed from, and how the stock model would: it is the one owner of hidden states and weight."""
+
+    def __init__(self, call: LossCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.call: LossCall | None = call  # until it ends
+        self.operands: tuple[torch.Tensor, ...] | None = (hidden, weight) if bias is None else (hidden, weight, bias)
+        self.training, self.formed = call.training, False
+        device = hidden.device.type
+        self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        self.versions = _versions(self.operands)
+        call.sources.append(self)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        _, dtype, enabled = self.autocast
+        weight = self.operands[1]
+        return dtype if enabled and weight.dtype != torch.float64 else weight.dtype
+
+    def project(self, applied: tuple, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        device, dtype, enabled = self.autocast
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            logits = nn.functional.linear(*operands)
+            for func, arguments, options in applied:
+                logits = func(logits, *arguments, **options)
+        return logits
+
+
+def _versions(tensors: tuple[torch.Tensor, ...]) -> list[int | None]:
+    return [None if t.is_inference() else t._version for t in tensors]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The operations applied so far: factors, then perhaps a tanh and the soft cap it is multiplied by."""
+
+    scale: float = 1.0
+    tanh: bool = False
+    softcap: float | None = None
+    applied: tuple[tuple[Callable, tuple, dict], ...] = field(default=())
+
+    def then(self, func: Callable, operands: tuple, options: dict) -> _Steps | None:
+        """With one more operation; `None` where a `LogitTransform` cannot express it."""
+        done = replace(self, applied=(*self.applied, (func, operands, options)))
+        if func in _CASTS:
+            return done
+        if func in _TANH and not self.tanh:
+            return replace(done, tanh=True)
+        if len(operands) == 1 and not options and isinstance(operands[0], (int, float)) and operands[0] != 0:
+            factor = float(operands[0])
+            if self.tanh:
+                # z = factor * tanh(scale * x), which is a soft cap of `factor` on scale * factor * x
+                capped = func in _MULTIPLIES and self.softcap is None and factor > 0
+                return replace(done, softcap=factor, scale=self.scale * factor) if capped else None
+            if func in _MULTIPLIES:
+                return replace(done, scale=self.scale * factor)
+            if func in _DIVIDES:
+                return replace(done, scale=self.scale / factor)
+        return None
+
+    @property
+    def transform(self) -> LogitTransform | None:
+        """`None` for a tanh whose soft cap has not been multiplied back."""
+        return None if self.tanh and self.softcap is None else LogitTransform(self.scale, self.softcap)
+
+
+def _methods(*names: str) -> frozenset[Callable]:
+    """Functions of `torch` and methods of its tensors by these names; not every name is both."""
+    spaces = (torch.Tensor, torch)
+    return frozenset(getattr(space, name) for space in spaces for name in names if hasattr(space, name))
+
+
+_IN_PLACE = _methods("mul_", "multiply_", "__imul__", "div_", "divide_", "true_divide_", "__itruediv__", "tanh_")
+_TANH = _methods("tanh", "tanh_")
+_MULTIPLIES = _methods("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__")
+_DIVIDES = _methods("div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_", "__itruediv__")
+_CASTS = {
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.to: None,  # it depends on the arguments
+}
+_SHAPE_ONLY = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in (
+        *("shape", "dtype", "device", "requires_grad", "grad_fn", "layout", "ndim", "grad", "is_leaf"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "itemsize", "nbytes"),
+    )
+) | _methods("size", "dim", "numel", "is_floating_point", "stride", "__len__", "element_size", "nelement")
+
+
+def _cast_target(logits: DeferredLogits, func: Callable, operands: tuple, options: dict) -> torch.dtype | None:
+    """The floating-point dtype that a cast leads to; `None` for whatever else `Tensor.to` can do."""
+    if func is not torch.Tensor.to:
+        return _CASTS[func]
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*operands, **options)
+    except TypeError:  # `other=`, `copy=`
+        return None
+    dtype = dtype or logits.dtype
+    moved = device is not None and device != logits.device
+    return None if moved or memory_format is not None or not dtype.is_floating_point else dtype
+
+
+def defer(call: LossCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> DeferredLogits:
+    """
+    Arguments:
+        hidden: `[..., H]`; weight: `[V, H]`; bias: `[V]` or `None`.
+
+    Returns:
+        What stands for `linear(hidden, weight, bias)`, `[..., V]`.
+    """
+    source = _Source(call, hidden, weight, bias)
+    return _derive(source, _Steps(), (*hidden.shape[:-1], weight.shape[0]), source.dtype, hidden.device)
+
+
+def _derive(source: _Source, steps: _Steps, shape: tuple, dtype: torch.dtype, device: torch.device) -> DeferredLogits:
+    if source.call is None:  # after the call there is no graph to put them into
+        return DeferredLogits(source, [steps], shape, dtype, device)
+    return _Defer.apply(source, [steps], shape, dtype, device, *source.operands)
+
+
+class _Defer(torch.autograd.Function):
+    """Puts deferred logits into the graph, for what takes them without asking (an `autograd.Function`, say)."""
+
+    @staticmethod
+    def forward(ctx, source, cell, shape, dtype, device, *operands):
+        ctx.source, ctx.cell = source, cell
+        return DeferredLogits(source, cell, shape, dtype, device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        source, needs = ctx.source, ctx.needs_input_grad[5:]
+        if source.operands is None:
+            raise RuntimeError(_NOT_KEPT)
+        with torch.enable_grad():
+            leaves = tuple(t.detach().requires_grad_(need) for t, need in zip(source.operands, needs, strict=True))
+            logits = source.project(ctx.cell[0].applied, leaves)
+        found = iter(torch.autograd.grad(logits, [t for t in leaves if t.requires_grad], gradient))
+        return None, None, None, None, None, *(next(found) if need else None for need in needs)
+
+
+class DeferredLogits(torch.Tensor):
+    """
+    Stands for logits `[..., V]`: their shape, dtype, device and place in the graph, but no storage.
+
+    Scales, a soft cap and casts are noted down. Any other operation forms the logits. After a training step there is
+    nothing left to form them from, and an operation raises a `RuntimeError` that says how to get logits; after an
+    evaluation they are formed on demand.
+    """
+
+    @staticmethod
+    def __new__(
+        cls, source: _Source, cell: list[_Steps], shape: tuple, dtype: torch.dtype, device: torch.device
+    ) -> DeferredLogits:
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
+        # The cell holds the steps so far; the node in the graph shares it, since an in-place step changes both.
+        self.source, self.cell, self._formed = source, cell, None
+        return self
+
+    @property
+    def steps(self) -> _Steps:
+        return self.cell[0]
+
+    def __repr__(self) -> str:
+        if self._formed is not None or not self.source.training:
+            return repr(self.formed("repr"))
+        return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a loss can still be computed without forming them."""
+        return self._formed is None and self.steps.transform is not None and self.source.operands is not None
+
+    def formed(self, why: str) -> torch.Tensor:
+        """The logits as the stock model has them; in training, differentiable."""
+        if self._formed is None:
+            self._formed = self._form(why, grad=self.source.training)
+        return self._formed
+
+    def settled(self) -> torch.Tensor:
+        """What stands in the model's output: the logits where they were formed, else a tensor outside of the graph."""
+        return self.detached() if self._formed is None else self._formed
+
+    def detached(self) -> DeferredLogits:
+        return DeferredLogits(self.source, [self.steps], self.shape, self.dtype, self.device)
+
+    def _form(self, why: str, grad: bool) -> torch.Tensor:
+        source = self.source
+        if source.operands is None:
+            raise RuntimeError(_NOT_KEPT)
+        if _versions(source.operands) != source.versions:
+            raise RuntimeError(_STALE)
+        source.formed = True
+        if source.call is not None and source.call.fallback is None:
+            source.call.fallback = f"the model applies {why!r} to its logits, which the schedule does not know"
+        with torch.set_grad_enabled(grad):
+            return source.project(self.steps.applied, source.operands)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SHAPE_ONLY:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], DeferredLogits) and args[0]._formed is None:
+            noted = args[0]._note(func, args[1:], kwargs)
+            if noted is not None:
+                return noted
+        name = getattr(func, "__name__", str(func))
+        args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits.formed(name), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _note(self, func: Callable, operands: tuple, options: dict) -> DeferredLogits | None:
+        """One more operation, not carried out; `None` if it must be."""
+        dtype = self.dtype
+        if func in _CASTS:
+            dtype = _cast_target(self, func, operands, options)
+            if dtype == self.dtype:
+                return self
+        steps = self.steps.then(func, operands, options)
+        if dtype is None or steps is None:
+            return None
+        if func in _IN_PLACE:
+            self.cell[0] = steps
+            return self
+        return _derive(self.source, steps, self.shape, dtype, self.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # Below autograd: the graph is above, and what is formed here must not be taken for the tensor that has one.
+        if func._schema.is_mutable and any(isinstance(a, DeferredLogits) for a in args):
+            raise RuntimeError(f"{func} writes into logits that are not formed; patch with LongMoEConfig(vocab=None).")
+        args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits._values(str(func)), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _values(self, why: str) -> torch.Tensor:
+        return self._form(why, grad=False) if self._formed is None else self._formed.detach()
