@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +66,7 @@ class AllocatorProbe(Probe):
         device (`torch.device` or `str`, *optional*): tagged storages elsewhere are not counted; the type is enough.
     """
 
-    needs_backward_hooks = True
+    needs_telling = True
 
     def __init__(self, memory: DeviceMemory | None = None, device: torch.device | str | None = None):
         self._memory = AcceleratorMemory(device) if memory is None else memory
@@ -135,8 +136,9 @@ class AllocatorProbe(Probe):
             else:
                 self._turn(after, "recompute" if torch.is_grad_enabled() else "backward")
 
-    def entered_backward(self, component: str) -> None:
+    def entered_backward(self, component: str, gradients: Any) -> None:
         with self._lock:
+            self.keep(self._now, gradients)
             self._read()
             self._backward = component
             if current() is None:
@@ -144,15 +146,26 @@ class AllocatorProbe(Probe):
 
     def tag(self, component: str, tensors: Any) -> None:
         with self._lock:
-            for tensor in tree_leaves(tensors):
-                if isinstance(tensor, torch.Tensor):
-                    for storage, device in storages(tensor):
-                        if device.type == self._device.type:
-                            self._own(storage, device, component)
+            for storage, device in self._storages(tensors):
+                self._own(storage, device, component)
+
+    def keep(self, component: str, tensors: Any) -> None:
+        with self._lock:
+            self._settle()
+            for storage, device in self._storages(tensors):
+                if storage._cdata not in self._tagged:
+                    self._own(storage, device, component)
+
+    def _storages(self, tensors: Any) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor):
+                for storage, device in storages(tensor):
+                    if device.type == self._device.type:
+                        yield storage, device
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         with self._lock:
-            self._bury()
+            self._settle()
             if (tagged := self._tagged.get(storage._cdata)) is not None:
                 component, before, reference = tagged
                 after = rounded(storage, storage.device)
@@ -160,7 +173,7 @@ class AllocatorProbe(Probe):
                 self._tagged[storage._cdata] = (component, after, reference)
 
     def _own(self, storage: torch.UntypedStorage, device: torch.device, component: str) -> None:
-        self._bury()
+        self._settle()
         key = storage._cdata
         if (tagged := self._tagged.get(key)) is not None:
             holder, nbytes, reference = tagged
@@ -200,6 +213,11 @@ class AllocatorProbe(Probe):
         live[now] += level - self._level
         self._level = level
         self._bury()
+
+    def _settle(self) -> None:
+        """Books deaths, before an address may be used again. The reading comes first: it needs them still alive."""
+        if self._dead:
+            self._read()
 
     def _bury(self) -> None:
         while self._dead:

@@ -19,8 +19,8 @@ __all__ = [
     "Probe",
     "component",
     "current",
-    "follow_backward",
     "innermost",
+    "made",
     "pop",
     "push",
     "tag",
@@ -46,8 +46,8 @@ PHASES = ("resident", "forward", "recompute", "backward", "update")
 class Probe(ABC):
     """What a region needs to know of a probe. An open probe hears of every region, in every thread."""
 
-    # Whether the probe cannot tell by itself which component a backward works for, and so wants `entered_backward`.
-    needs_backward_hooks = False
+    # Whether the probe cannot see single storages and autograd nodes, and so wants to be told (`made`).
+    needs_telling = False
 
     @abstractmethod
     def moved(self, before: str | None, after: str | None) -> None:
@@ -61,8 +61,11 @@ class Probe(ABC):
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has grown or shrunk in place."""
 
-    def entered_backward(self, component: str) -> None:  # noqa: B027 (only some probes want it)
-        """From here on, backward works on what `component` recorded."""
+    def keep(self, component: str, tensors: Any) -> None:  # noqa: B027 (only some probes want it)
+        """`component` has made `tensors`, which may die while another is at work."""
+
+    def entered_backward(self, component: str, gradients: Any) -> None:  # noqa: B027
+        """From here on, backward works on what `component` recorded. It is handed `gradients`."""
 
     def _announce(self) -> None:
         _open.append(self)
@@ -189,15 +192,21 @@ def tag(component: str, *tensors: Any) -> None:
         probe.tag(component, tensors)
 
 
-def follow_backward(component: str, *tensors: Any) -> None:
-    """Announces to the probes that cannot see it themselves when backward reaches what made `tensors`."""
-    if not any(probe.needs_backward_hooks for probe in _open):
+def made(component: str, *tensors: Any) -> None:
+    """
+    Tells the probes that cannot see it themselves that `component` has just made `tensors`, so that they know whose
+    bytes go when these die, and whose work begins when backward reaches them.
+    """
+    told = [probe for probe in _open if probe.needs_telling]
+    if not told:
         return
 
-    def reached(_: Any) -> None:
+    def reached(gradients: Any) -> None:
         for probe in _open:
-            probe.entered_backward(component)
+            probe.entered_backward(component, gradients)
 
+    for probe in told:
+        probe.keep(component, tensors)
     for tensor in tree_leaves(tensors):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(reached)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -159,14 +160,21 @@ class StorageProbe(Probe, TorchDispatchMode):
 
 
 def storages(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
-    """The storages below a tensor, and their devices: several where it wraps others, none where it is sparse."""
+    """
+    The storages below a tensor, and their devices: several where it wraps others, none where it is sparse or only
+    stands for values that have not been computed.
+    """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             inner = getattr(tensor, name)
             if isinstance(inner, torch.Tensor):  # DTensor lists its mesh too
                 yield from storages(inner)
-    elif tensor.layout is torch.strided:
+    elif tensor.layout is torch.strided and _holds_storage(type(tensor)):
         yield tensor.untyped_storage(), tensor.device  # a fake tensor's storage would say "meta"
+
+
+def _holds_storage(kind: type) -> bool:
+    return issubclass(kind, FakeTensor) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def rounded(storage: torch.UntypedStorage, device: torch.device) -> int:

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_longmoe.integrations.transformers.dispatch_modules import dispatch_modules
 from hf_longmoe.integrations.transformers.experts import is_experts
 from hf_longmoe.peaks import component
-from hf_longmoe.peaks.region import follow_backward, pop, push, tag
+from hf_longmoe.peaks.region import made, pop, push, tag
 from hf_longmoe.peaks.storage import storages
 
 __all__ = ["Watch", "causal_lm", "watch"]
@@ -62,19 +62,19 @@ class Watch:
         self._hook(module.register_forward_pre_hook(before, with_kwargs=True))
         self._hook(module.register_forward_hook(after, always_call=True))
 
-    def _bracket(self, module: nn.Module, name: str, leads_back_to: str | None = None) -> None:
-        """Every forward of `module` is a region. In backward, what comes before it belongs to `leads_back_to`."""
+    def _bracket(self, module: nn.Module, name: str, within: str | None = None) -> None:
+        """Every forward of `module` is a region, within one of the component `within`."""
         regions: list[Any] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if within is not None:
+                made(within, args)
             regions.append(self._push(name))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
+            made(name, output)
             if regions:
                 self._pop(regions.pop())
-                follow_backward(name, output)
-                if leads_back_to is not None:
-                    follow_backward(leads_back_to, args)
 
         self._around(module, before, after)
 
@@ -116,7 +116,7 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     calls = _watch_model(handle, model, optimizer)
     _watch_head(handle, model, calls)
     for module, outermost in dispatch_modules(model):
-        handle._bracket(module, "dispatch", leads_back_to="layer" if outermost else "dispatch")
+        handle._bracket(module, "dispatch", within="layer" if outermost else "dispatch")
         if is_experts(module):
             handle._hook(module.register_forward_pre_hook(partial(_count_rows, handle)))
     for layer in model.modules():
@@ -186,7 +186,7 @@ def _watch_model(handle: Watch, model: PreTrainedModel, optimizer: torch.optim.O
             handle._pop(call.vocab)
             if call.aux is not None:
                 handle._pop(call.aux)
-                follow_backward("aux", output)
+                made("aux", output)
 
     handle._around(model, before, after)
     if model.base_model is not model:
@@ -215,7 +215,7 @@ def _watch_head(handle: Watch, model: PreTrainedModel, calls: list[_Call]) -> No
             calls[-1].vocab = handle._push("vocab")
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
-        follow_backward("vocab", output)
+        made("vocab", output)
         if not calls:
             handle._pop(alone.pop() if alone else None)
         elif not calls[-1].has_labels:
@@ -236,7 +236,7 @@ def _watch_head(handle: Watch, model: PreTrainedModel, calls: list[_Call]) -> No
         region = handle._push("vocab")
         try:
             loss = stock(*args, **kwargs)
-            follow_backward("vocab", loss)
+            made("vocab", loss)
             return loss
         finally:
             handle._pop(region)

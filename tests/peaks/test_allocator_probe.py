@@ -5,7 +5,7 @@ import torch
 
 from hf_longmoe.peaks import component
 from hf_longmoe.peaks.allocator import AllocatorProbe
-from hf_longmoe.peaks.region import follow_backward, tag
+from hf_longmoe.peaks.region import made, tag
 
 
 class Memory:
@@ -120,16 +120,18 @@ def test_backward_belongs_to_the_component_that_hooks_announce():
         with component("dispatch"):
             b = a * 3
             b.register_hook(takes(10))
-        follow_backward("dispatch", b)
-        follow_backward("layer", [a])
+        made("dispatch", b)
+        made("layer", [a])
         with component("vocab"):
             loss = b.sum()
-        follow_backward("vocab", loss)
+        made("vocab", loss)
         loss.backward()
     parts = report_of(probe).components
     # A tensor's own hooks run before the node that made it: 10 is taken while the loss's backward is at work.
-    assert parts["vocab"].peak == 10 + 7 and parts["dispatch"].peak == 100 + 7 and parts["layer"].peak == 0
-    assert parts["dispatch"].phases == {"resident": 0, "forward": 0, "backward": 107}
+    assert parts["vocab"].peak == loss.nbytes + 10 + 7
+    assert parts["dispatch"].peak == b.nbytes + 100 + 7
+    assert parts["layer"].peak == a.nbytes
+    assert parts["dispatch"].phases == {"resident": 0, "forward": 12, "backward": 119}
 
 
 def test_what_other_components_freed_makes_no_negative_bytes():
