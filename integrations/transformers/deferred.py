@@ -275,13 +275,18 @@ class DeferredLogits(torch.Tensor):
         if func in _SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if args and isinstance(args[0], DeferredLogits) and args[0]._formed is None:
+        if args and isinstance(args[0], DeferredLogits) and args[0]._may_note():
             noted = args[0]._note(func, args[1:], kwargs)
             if noted is not None:
                 return noted
         name = getattr(func, "__name__", str(func))
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits.formed(name), (args, kwargs))
         return func(*args, **kwargs)
+
+    def _may_note(self) -> bool:
+        # Inside an autograd.Function grad mode is off, and what its forward does must stay apart from its backward.
+        inside = self.source.call is not None and self.source.training and not torch.is_grad_enabled()
+        return self._formed is None and not inside
 
     def _note(self, func: Callable, operands: tuple, options: dict) -> DeferredLogits | None:
         """One more operation, not carried out; `None` if it must be."""

@@ -125,10 +125,8 @@ def _by_name(model: PreTrainedModel, args: tuple, kwargs: dict) -> dict[str, Any
 def _wants_router_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     asked = inputs.get("output_router_logits")
     asked = model.config.output_router_logits if asked is None else asked
-    as_dict = inputs.get("return_dict")
-    as_dict = model.config.return_dict if as_dict is None else as_dict
     mask = inputs.get("attention_mask")
-    return bool(asked) and bool(as_dict) and (mask is None or torch.is_tensor(mask))
+    return bool(asked) and inputs.get("return_dict") is not False and (mask is None or torch.is_tensor(mask))
 
 
 def _add_router_loss(output: ModelOutput, router_loss: Any) -> ModelOutput:
