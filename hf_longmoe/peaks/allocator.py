@@ -15,7 +15,7 @@ from hf_longmoe.peaks.region import COMPONENTS, OTHER, Probe, current
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 from hf_longmoe.peaks.storage import rounded, storages
 
-__all__ = ["AcceleratorMemory", "AllocatorProbe", "DeviceMemory"]
+__all__ = ["AcceleratorMemory", "AllocatorProbe", "DeviceMemory", "has_allocator"]
 
 
 class DeviceMemory(Protocol):
@@ -28,6 +28,11 @@ class DeviceMemory(Protocol):
         """The most that was allocated at once since `reset_peak`."""
 
     def reset_peak(self) -> None: ...
+
+
+def has_allocator(device: torch.device) -> bool:
+    """Whether `device` has an allocator that `AcceleratorMemory` can read."""
+    return device.type != "cpu" and bool(torch.accelerator.memory_stats(device))
 
 
 class AcceleratorMemory:

@@ -156,7 +156,9 @@ class StorageProbe(Probe, TorchDispatchMode):
 
     def _counts(self, device: torch.device) -> bool:
         wanted = self._device
-        return wanted is None or (wanted.type == device.type and wanted.index in (None, device.index))
+        if wanted is None or wanted.type != device.type:
+            return wanted is None
+        return None in (wanted.index, device.index) or wanted.index == device.index  # Accelerate says "cpu:0"
 
 
 def storages(tensor: torch.Tensor) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:

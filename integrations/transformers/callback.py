@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hf_longmoe.integrations.transformers.regions import causal_lm, watch
 from hf_longmoe.peaks import PeakReport, StorageProbe, save_reports
-from hf_longmoe.peaks.allocator import AllocatorProbe
+from hf_longmoe.peaks.allocator import AllocatorProbe, has_allocator
 from hf_longmoe.peaks.plot import plot_reports
 from hf_longmoe.peaks.report import merge_ranks
 from hf_longmoe.peaks.table import print_reports, shown_components
@@ -87,7 +87,7 @@ class ComponentPeakCallback(TrainerCallback):
         trainer = self._trainer()
         if trainer is None:
             return
-        allocator = args.device.type != "cpu" and bool(torch.accelerator.memory_stats(args.device))
+        allocator = has_allocator(args.device)
         if allocator or self._is_due(state.global_step + 1):
             self._probe = AllocatorProbe(device=args.device) if allocator else StorageProbe(args.device)
             self._open.enter_context(self._probe)

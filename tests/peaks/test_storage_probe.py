@@ -249,8 +249,9 @@ def test_the_optimizers_step_is_a_phase():
     assert peaks(probe)["optimizer"].phases["update"] == 40
 
 
-def test_one_device_only():
-    with StorageProbe("meta") as probe:
+@pytest.mark.parametrize("device", ["meta", "meta:0"])
+def test_one_device_only(device):
+    with StorageProbe(device) as probe:
         kept = [torch.zeros(10), torch.zeros(10, device="meta")]
     assert probe.report().total == 40 and len(kept) == 2
 
