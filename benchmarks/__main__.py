@@ -1,0 +1,74 @@
+"""
+Side by side with what it replaces.
+
+    python -m benchmarks dispatch --json dispatch.json
+    python -m benchmarks vocab --quick
+
+Prints a table; `--json` writes the numbers. Exit code 1: a case that must meet its limits missed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.harness import cores, measure
+from benchmarks.report import environment, missed, table
+
+# Modules by name: each has `cases(quick)`. Only the one that is asked for is imported.
+BENCHMARKS = {"dispatch": "benchmarks.dispatch", "vocab": "benchmarks.vocab"}
+PAIRS, QUICK_PAIRS = 9, 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ours beside stock, in pairs of steps.")
+    parser.add_argument("name", choices=list(BENCHMARKS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
+    parser.add_argument("--quick", action="store_true", help="small sizes, 3 pairs, no limits: that it runs, not how")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases with TEXT in their name")
+    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="torch's threads; default: cores")
+    arguments = parser.parse_args(argv)
+    if arguments.threads < 1:
+        parser.error(f"--threads {arguments.threads} must be at least 1")
+    folder = arguments.json.absolute().parent if arguments.json else Path()
+    if not folder.is_dir():
+        parser.error(f"--json {arguments.json}: there is no folder {folder}; make it first")
+    known = importlib.import_module(BENCHMARKS[arguments.name]).cases(arguments.quick)
+    cases = [case for case in known if arguments.only in case.name]
+    if not cases:
+        names = "".join(f"\n  {case.name}" for case in known)
+        parser.error(f"--only {arguments.only!r} is in no case's name; the cases are{names}")
+
+    result = {"name": arguments.name, "environment": environment(arguments.threads), "cases": []}
+    entries: dict[str, dict] = {}
+    for case in cases:
+        pairs = QUICK_PAIRS if arguments.quick else PAIRS
+        entries[case.name] = measure(case, entries, pairs, arguments.threads, _progress(case.name))
+    result["cases"] = list(entries.values())
+
+    console = Console()
+    console.print(table(result), width=max(console.width, 100))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    complaints = [line for entry in result["cases"] if entry["gate"] for line in missed(entry)]
+    for line in complaints:
+        print(line, file=sys.stderr)
+    return 1 if complaints else 0
+
+
+def _progress(case: str) -> Callable[[str], None]:
+    """On a terminal, one line that says what is going on; elsewhere, a line a case. No thread: the harness forks."""
+    if not sys.stderr.isatty():
+        print(case, file=sys.stderr, flush=True)
+        return lambda what: None
+    return lambda what: print(f"\r\x1b[K{case}: {what}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
