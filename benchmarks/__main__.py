@@ -50,12 +50,12 @@ def main(argv: list[str] | None = None) -> int:
     for case in cases:
         pairs = QUICK_PAIRS if arguments.quick else PAIRS
         entries[case.name] = measure(case, entries, pairs, arguments.threads, _progress(case.name))
-    result["cases"] = list(entries.values())
+        result["cases"] = list(entries.values())
+        if arguments.json:  # after each case: a run that is cut short keeps what it measured
+            arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
     console = Console()
     console.print(table(result), width=max(console.width, 100))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     complaints = [line for entry in result["cases"] if entry["gate"] for line in missed(entry)]
     for line in complaints:
         print(line, file=sys.stderr)
