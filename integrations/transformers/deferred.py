@@ -34,7 +34,7 @@ _STALE = (
 @dataclass
 class LossCall:
     """
-    One forward of a model that computes a loss; a context manager, inside which its heads defer their logits.
+    One forward of a model that computes a loss: between `begin` and `end` its heads defer their logits.
 
     Arguments:
         training: whether a backward follows. If not, logits may be formed on demand after the call.
@@ -46,11 +46,12 @@ class LossCall:
     sources: list[_Source] = field(default_factory=list)
     _token: Token | None = None
 
-    def __enter__(self) -> LossCall:
+    @torch.compiler.disable
+    def begin(self) -> None:
         self._token = _current.set(self)
-        return self
 
-    def __exit__(self, *exception: Any) -> None:
+    @torch.compiler.disable
+    def end(self) -> None:
         _current.reset(self._token)
         for source in self.sources:
             source.call = None

@@ -42,7 +42,6 @@ def patch_forward(model: PreTrainedModel) -> None:
     # and would take this one off too.
     forward.__signature__ = inspect.signature(type(model).forward)
     forward.__doc__ = type(model).forward.__doc__
-    # Compiled models: this frame runs as it is, what it calls is compiled.
     model.forward = MethodType(torch.compiler.disable(forward, recursive=False), model)
     model.longmoe.handles += [
         model.register_forward_pre_hook(_before),
@@ -70,15 +69,14 @@ def _after(model: nn.Module, args: Any, output: Any) -> None:
         raise RuntimeError(_REPLACED.format(what=f"The forward of {type(model).__name__}"))
 
 
+# This frame runs as it is; the stock forward, which it calls, is compiled.
+@torch.compiler.disable(recursive=False)
 def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     patch = model.longmoe
     stock = model.longmoe_stock_forward or MethodType(type(model).forward, model)
     training = model.training and torch.is_grad_enabled()
     if training and not patch.launch_checked:
-        check_launch()
-        for name in replaced_schedules(model):
-            raise RuntimeError(_REPLACED.format(what=f"The forward of {name}"))
-        patch.launch_checked = True
+        _check_first_step(model)
     inputs = _by_name(model, args, kwargs)
     if inputs is None or inputs.get("labels") is None or not (training or not torch.is_grad_enabled()):
         return stock(*args, **kwargs)
@@ -96,21 +94,38 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
             router_loss.stop()
 
 
+@torch.compiler.disable
+def _check_first_step(model: PreTrainedModel) -> None:
+    check_launch()
+    for name in replaced_schedules(model):
+        raise RuntimeError(_REPLACED.format(what=f"The forward of {name}"))
+    model.longmoe.launch_checked = True
+
+
+@torch.compiler.disable(recursive=False)
 def _deferring(model: PreTrainedModel, training: bool, stock: Any, inputs: dict[str, Any]) -> Any:
-    with LossCall(training) as call:
-        output = stock(**inputs)
-        if training and (call.fallback is not None or not call.loss_computed):
-            _leave_head_alone(model, call)
-        if isinstance(output, ModelOutput):
-            for name, value in output.items():
-                if isinstance(value, DeferredLogits):
-                    output[name] = value.settled()
-            return output
-        if isinstance(output, tuple):
-            return tuple(value.settled() if isinstance(value, DeferredLogits) else value for value in output)
-        return output
+    call = LossCall(training)
+    call.begin()
+    try:
+        return _settled(model, call, stock(**inputs))
+    finally:
+        call.end()
 
 
+@torch.compiler.disable
+def _settled(model: PreTrainedModel, call: LossCall, output: Any) -> Any:
+    """The output, with something in it for logits that were not formed; and the report corrected, where they were."""
+    if call.training and (call.fallback is not None or not call.loss_computed):
+        _leave_head_alone(model, call)
+    if isinstance(output, tuple):
+        return tuple(value.settled() if isinstance(value, DeferredLogits) else value for value in output)
+    for name, value in output.items() if isinstance(output, dict) else ():
+        if isinstance(value, DeferredLogits):
+            output[name] = value.settled()
+    return output
+
+
+@torch.compiler.disable
 def _by_name(model: PreTrainedModel, args: tuple, kwargs: dict) -> dict[str, Any] | None:
     """The call's arguments by name; `None` where they do not fit the signature."""
     if not args:
@@ -122,6 +137,7 @@ def _by_name(model: PreTrainedModel, args: tuple, kwargs: dict) -> dict[str, Any
     return dict(zip(names, args, strict=True)) | kwargs
 
 
+@torch.compiler.disable
 def _wants_router_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     asked = inputs.get("output_router_logits")
     asked = model.config.output_router_logits if asked is None else asked
@@ -129,6 +145,7 @@ def _wants_router_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     return bool(asked) and inputs.get("return_dict") is not False and (mask is None or torch.is_tensor(mask))
 
 
+@torch.compiler.disable
 def _add_router_loss(output: ModelOutput, router_loss: Any) -> ModelOutput:
     with component("aux"):
         aux_loss = router_loss.value()
