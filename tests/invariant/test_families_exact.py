@@ -54,7 +54,10 @@ def test_exact_through_the_models_own_kernel(build, family, batch, experts):
         pytest.skip("no experts")
     model = build(family, experts=experts)
     loss, grads = stock(model, batch)
-    patch_model(model, LongMoEConfig(dispatch=DispatchConfig(budget="64KiB" if experts == "eager" else "128KiB", kernel="model")))
+    patch_model(
+        model,
+        LongMoEConfig(dispatch=DispatchConfig(budget="64KiB" if experts == "eager" else "128KiB", kernel="model")),
+    )
     checkpointing(model, "non-reentrant")
     output = model(**batch)
     assert (output.loss - loss).abs() <= 1e-12 * loss.abs()
