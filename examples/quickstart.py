@@ -52,7 +52,7 @@ Result = TypeVar("Result")
 @dataclass
 class QuickstartArguments:
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub id or folder. Default: a small Mixtral made from its config (30 M)."}
+        default=None, metadata={"help": "Hub id or folder. Default: a Mixtral of 31 M made from its config."}
     )
     seq_len: int = field(default=4096, metadata={"help": "Tokens in a sequence."})
     dataset: str | None = field(
@@ -163,7 +163,7 @@ def model_config(arguments: QuickstartArguments) -> PreTrainedConfig:
         num_hidden_layers=2,
         num_attention_heads=3,
         num_key_value_heads=1,
-        num_local_experts=24,
+        num_local_experts=32,
         num_experts_per_tok=2,
         max_position_embeddings=arguments.seq_len,
         output_router_logits=True,  # adds the router's load-balancing loss
