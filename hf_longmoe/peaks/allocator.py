@@ -11,21 +11,21 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hf_longmoe.peaks.region import COMPONENTS, OTHER, Probe, current
+from hf_longmoe.peaks.ledger import Runs
+from hf_longmoe.peaks.region import COMPONENTS, OTHER, Probe, Region, innermost
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 from hf_longmoe.peaks.storage import rounded, storages
 
 __all__ = ["AcceleratorMemory", "AllocatorProbe", "DeviceMemory", "has_allocator"]
 
+_NOWHERE = Region(OTHER)
+
 
 class DeviceMemory(Protocol):
     """What the probe needs of an allocator, in bytes."""
 
-    def allocated(self) -> int:
-        """Allocated now."""
-
-    def peak(self) -> int:
-        """The most that was allocated at once since `reset_peak`."""
+    def read(self) -> tuple[int, int]:
+        """What is allocated now, and the most that was at once since `reset_peak`."""
 
     def reset_peak(self) -> None: ...
 
@@ -41,11 +41,9 @@ class AcceleratorMemory:
     def __init__(self, device: torch.device | str | None = None):
         self.device = device
 
-    def allocated(self) -> int:
-        return torch.accelerator.memory_allocated(self.device)
-
-    def peak(self) -> int:
-        return torch.accelerator.max_memory_allocated(self.device)
+    def read(self) -> tuple[int, int]:
+        stats = torch.accelerator.memory_stats(self.device)
+        return stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self.device)
@@ -61,7 +59,8 @@ class AllocatorProbe(Probe):
     when it dies. So the components always sum to what is allocated. A component whose memory is freed while another
     is at work can come out too high, and the other too low: compare components with `StorageProbe` where it matters.
 
-    Backward is followed where hooks announce it (`entered_backward`); without them it is all booked to `other`.
+    Backward is followed, and what one component hands to another, where the probe is told (`region.made`); without
+    that, backward is all booked to `other`.
 
     It resets the allocator's peak whenever it reads it: `torch.accelerator.max_memory_allocated` means nothing to
     others while it is open.
@@ -90,23 +89,24 @@ class AllocatorProbe(Probe):
     def __exit__(self, *error: Any) -> None:
         with self._lock:
             self._read()
-            self._turn(OTHER, self._phase)
+            self._turn(_NOWHERE, self._phase)
         self._retire()
         self._is_open = False
 
     def restart(self) -> None:
         """Starts a new step: what is allocated now is resident (and `other` until it is tagged)."""
         self._memory.reset_peak()
-        self._level = self._total = self._memory.allocated()
+        self._level, _ = self._memory.read()
+        self._total = self._level
         self._live = dict.fromkeys(COMPONENTS, 0)
         self._live[OTHER] = self._level
         self._at_peak = dict(self._live)
         self._high = dict.fromkeys(COMPONENTS, 0)
-        self._working = dict.fromkeys(COMPONENTS, 0)
         self._phase_totals = {"resident": self._level}
         self._phase_highs: dict[str, dict[str, int]] = {}
-        self._now, self._phase, self._backward = current() or OTHER, "resident", OTHER
-        self._run_entry = self._run_high = self._live[self._now]
+        self._backward, self._runs = _NOWHERE, Runs(self._live)
+        self._now, self._phase = OTHER, "resident"
+        self._turn(innermost() or _NOWHERE, "resident")
         self._tagged: dict[int, tuple[str, int, weakref.ref]] = {}
         self._dead: deque[int] = deque()
 
@@ -115,13 +115,14 @@ class AllocatorProbe(Probe):
         with self._lock:
             if self._is_open:
                 self._read()
+                self._note_high(self._now, self._runs.high)
             at_peak = _without_negatives(self._at_peak)
             components = {
                 name: ComponentPeak(
                     # Rounding up where other components' frees made the running count too low.
                     peak=max(self._high[name], at_peak[name], 0),
                     at_peak=at_peak[name],
-                    working=max(self._working[name], 0),
+                    working=max(self._runs.working[name], 0),
                     phases={phase: max(highs[name], 0) for phase, highs in self._phase_highs.items()},
                 )
                 for name in COMPONENTS
@@ -131,23 +132,24 @@ class AllocatorProbe(Probe):
             )
 
     # -- whose -------------------------------------------------------------------------------------------------------
-    def moved(self, before: str | None, after: str | None) -> None:
+    def moved(self, region: Region | None) -> None:
         with self._lock:
             self._read()
             if torch._C._current_graph_task_id() == -1:
-                self._turn(after or OTHER, "update" if after == "optimizer" else "forward")
-            elif after is None:
+                region = region or _NOWHERE
+                self._turn(region, "update" if region.component == "optimizer" else "forward")
+            elif region is None:
                 self._turn(self._backward, "backward")
             else:
-                self._turn(after, "recompute" if torch.is_grad_enabled() else "backward")
+                self._turn(region, "recompute" if torch.is_grad_enabled() else "backward")
 
-    def entered_backward(self, component: str, gradients: Any) -> None:
+    def entered_backward(self, region: Region, gradients: Any) -> None:
         with self._lock:
             self.keep(self._now, gradients)
             self._read()
-            self._backward = component
-            if current() is None:
-                self._turn(component, "backward")
+            self._backward = region
+            if innermost() is None:
+                self._turn(region, "backward")
 
     def tag(self, component: str, tensors: Any) -> None:
         with self._lock:
@@ -192,17 +194,18 @@ class AllocatorProbe(Probe):
         # Where the component at work has just allocated it, the reading to come books it: the books are even again.
         self._live[source] -= nbytes
         self._live[target] += nbytes
+        if source == self._now != target:
+            self._runs.high -= nbytes  # from birth on, so also at the highest point of the present run
 
-    def _turn(self, component: str, phase: str) -> None:
-        rise = self._run_high - max(self._run_entry, self._live[self._now])
-        self._working[self._now] = max(self._working[self._now], rise)
-        self._now, self._phase = component, phase
-        self._run_entry = self._run_high = self._live[component]
+    def _turn(self, region: Region, phase: str) -> None:
+        self._note_high(self._now, self._runs.high)
+        self._runs.turn(region)
+        self._now, self._phase = region.component, phase
 
     # -- what --------------------------------------------------------------------------------------------------------
     def _read(self) -> None:
         """Books what has happened since the last reading to the component that was at work."""
-        peak, level = self._memory.peak(), self._memory.allocated()
+        level, peak = self._memory.read()
         self._memory.reset_peak()
         rise, now, live = max(peak, level, self._level) - self._level, self._now, self._live
         top = dict(live)
@@ -210,14 +213,18 @@ class AllocatorProbe(Probe):
         if self._level + rise > self._total:
             self._total, self._at_peak = self._level + rise, top
         self._phase_totals[self._phase] = max(self._phase_totals.get(self._phase, 0), self._level + rise)
-        highs = self._phase_highs.setdefault(self._phase, dict.fromkeys(COMPONENTS, 0))
-        for name, number in top.items():
-            self._high[name] = max(self._high[name], number)
-            highs[name] = max(highs[name], number)
-        self._run_high = max(self._run_high, top[now])
+        self._runs.rose(now, top[now])
+        for name in COMPONENTS:
+            if name != now:  # its own is noted at the end of the run: until then what it made may be moved elsewhere
+                self._note_high(name, live[name])
         live[now] += level - self._level
         self._level = level
         self._bury()
+
+    def _note_high(self, name: str, level: int) -> None:
+        self._high[name] = max(self._high[name], level)
+        highs = self._phase_highs.setdefault(self._phase, dict.fromkeys(COMPONENTS, 0))
+        highs[name] = max(highs[name], level)
 
     def _settle(self) -> None:
         """Books deaths, before an address may be used again. The reading comes first: it needs them still alive."""

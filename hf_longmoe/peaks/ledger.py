@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 import torch
 
-from hf_longmoe.peaks.region import COMPONENTS
+from hf_longmoe.peaks.region import COMPONENTS, Region
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 
-__all__ = ["Context", "Ledger"]
+__all__ = ["Context", "Ledger", "Runs"]
 
-# What is at work when a storage appears: component, phase, and whatever tells one visit of a region from the next.
-Context = tuple[str, str, Hashable]
+# The region and the phase in which a storage appears.
+Context = tuple[Region, str]
 
 
 class _Entry:
@@ -48,7 +48,7 @@ class Ledger:
         """A storage that has just been allocated, unless it is known already."""
         with self._lock:
             self._bury()
-            entry = self._enter(storage, nbytes, context[0])
+            entry = self._enter(storage, nbytes, context[0].component)
             if entry is not None:
                 self._log.append((context, entry, nbytes))
 
@@ -102,28 +102,46 @@ class Ledger:
             self._log.append((None, entry, -entry.nbytes))
 
 
+class Runs:
+    """`working` of each component: what is held within one uninterrupted run of one visit of a capped region."""
+
+    def __init__(self, live: dict[str, int]):
+        self.working = dict.fromkeys(COMPONENTS, 0)
+        self.high = 0  # of the component at work, in its present run
+        self._live, self._region, self._entry = live, None, 0
+
+    def turn(self, region: Region | None) -> None:
+        """From here on `region` is at work."""
+        if region is self._region:
+            return
+        if self._region is not None and self._region.capped:
+            name = self._region.component
+            rise = self.high - max(self._entry, self._live[name])
+            self.working[name] = max(self.working[name], rise)
+        self._region = region
+        self._entry = self.high = 0 if region is None else self._live[region.component]
+
+    def rose(self, component: str, level: int) -> None:
+        if self._region is not None and component == self._region.component:
+            self.high = max(self.high, level)
+
+
 def _replay(resident: Iterable[tuple[_Entry, int]], log: Iterable[tuple[Context | None, _Entry, int]]) -> PeakReport:
     live = dict.fromkeys(COMPONENTS, 0)
     for entry, nbytes in resident:
         live[entry.component] += nbytes
     total = peak = sum(live.values())
-    at_peak, high, working = dict(live), dict(live), dict.fromkeys(COMPONENTS, 0)
-    worker, phase, visit = None, "resident", None
+    at_peak, high, runs, phase = dict(live), dict(live), Runs(live), "resident"
     phase_totals, phase_highs = {phase: total}, {phase: dict(live)}
-    entry_level = run_high = 0  # of the component at work, in the present uninterrupted run of its present visit
     for context, entry, delta in log:
         if context is not None:
+            runs.turn(context[0])
             if context[1] != phase:
                 phase = context[1]
                 phase_totals[phase] = max(phase_totals.get(phase, 0), total)
                 highs = phase_highs.setdefault(phase, {})
                 for name, level in live.items():
                     highs[name] = max(highs.get(name, 0), level)
-            if context[2] != visit or context[0] != worker:
-                if worker is not None:
-                    working[worker] = max(working[worker], run_high - max(entry_level, live[worker]))
-                worker, _, visit = context
-                entry_level = run_high = live[worker]
         owner = entry.component
         live[owner] += delta
         total += delta
@@ -131,17 +149,15 @@ def _replay(resident: Iterable[tuple[_Entry, int]], log: Iterable[tuple[Context 
             high[owner] = max(high[owner], live[owner])
             phase_highs[phase][owner] = max(phase_highs[phase][owner], live[owner])
             phase_totals[phase] = max(phase_totals[phase], total)
-            if owner == worker:
-                run_high = max(run_high, live[owner])
+            runs.rose(owner, live[owner])
             if total > peak:
                 peak, at_peak = total, dict(live)
-    if worker is not None:
-        working[worker] = max(working[worker], run_high - max(entry_level, live[worker]))
+    runs.turn(None)
     components = {
         name: ComponentPeak(
             peak=high[name],
             at_peak=at_peak[name],
-            working=working[name],
+            working=runs.working[name],
             phases={phase: highs[name] for phase, highs in phase_highs.items()},
         )
         for name in COMPONENTS

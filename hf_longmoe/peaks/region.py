@@ -17,6 +17,7 @@ __all__ = [
     "OTHER",
     "PHASES",
     "Probe",
+    "Region",
     "component",
     "current",
     "innermost",
@@ -43,6 +44,15 @@ OTHER = "other"
 PHASES = ("resident", "forward", "recompute", "backward", "update")
 
 
+class Region:
+    """One visit of a region: a new object each time that one is entered."""
+
+    __slots__ = ("capped", "component")
+
+    def __init__(self, component: str, capped: bool = True):
+        self.component, self.capped = component, capped
+
+
 class Probe(ABC):
     """What a region needs to know of a probe. An open probe hears of every region, in every thread."""
 
@@ -50,8 +60,8 @@ class Probe(ABC):
     needs_telling = False
 
     @abstractmethod
-    def moved(self, before: str | None, after: str | None) -> None:
-        """The calling thread has left or entered a region. The innermost region before and after; None: none."""
+    def moved(self, region: Region | None) -> None:
+        """The calling thread has entered or left a region, and is now in `region`; None: in none."""
 
     @abstractmethod
     def tag(self, component: str, tensors: Any) -> None:
@@ -64,8 +74,8 @@ class Probe(ABC):
     def keep(self, component: str, tensors: Any) -> None:  # noqa: B027 (only some probes want it)
         """`component` has made `tensors`, which may die while another is at work."""
 
-    def entered_backward(self, component: str, gradients: Any) -> None:  # noqa: B027
-        """From here on, backward works on what `component` recorded. It is handed `gradients`."""
+    def entered_backward(self, region: Region, gradients: Any) -> None:  # noqa: B027
+        """From here on, backward works on what `region` recorded. It is handed `gradients`."""
 
     def _announce(self) -> None:
         _open.append(self)
@@ -86,20 +96,13 @@ def _resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
-class _Region:
-    __slots__ = ("component",)
-
-    def __init__(self, component: str):
-        self.component = component
-
-
 # The one piece of global state here, and unavoidable: code deep inside a model marks regions for probes that it was
 # never handed. Empty whenever no probe is open.
 _open: list[Probe] = []
 _thread = threading.local()
 
 
-def _stack() -> list[_Region]:
+def _stack() -> list[Region]:
     try:
         return _thread.stack
     except AttributeError:
@@ -107,8 +110,8 @@ def _stack() -> list[_Region]:
         return _thread.stack
 
 
-def innermost() -> _Region | None:
-    """The innermost region that the calling thread is in: one object for each time that a region is entered."""
+def innermost() -> Region | None:
+    """The innermost region that the calling thread is in, or None."""
     stack = _stack()
     return stack[-1] if stack else None
 
@@ -119,11 +122,16 @@ def current() -> str | None:
     return None if region is None else region.component
 
 
-def push(name: str) -> _Region | None:
+def push(name: str, capped: bool = True) -> Region | None:
     """
     Enters a region and returns what `pop` takes. For module hooks, where a `with` block does not fit.
 
     Does nothing while no probe is open, and then returns None.
+
+    Arguments:
+        name (`str`): one of `COMPONENTS`.
+        capped (`bool`, defaults to `True`):
+            Whether what it holds inside counts as `working`. Not so for what stands around a schedule.
 
     Raises:
         `ValueError`: `name` is none of `COMPONENTS`.
@@ -134,16 +142,14 @@ def push(name: str) -> _Region | None:
         near = difflib.get_close_matches(str(name), COMPONENTS, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"component={name!r} is unknown; choose one of {', '.join(COMPONENTS)}.{hint}")
-    stack = _stack()
-    before = current()
-    region = _Region(name)
-    stack.append(region)
+    region = Region(name, capped)
+    _stack().append(region)
     for probe in _open:
-        probe.moved(before, name)
+        probe.moved(region)
     return region
 
 
-def pop(region: _Region | None) -> None:
+def pop(region: Region | None) -> None:
     """
     Leaves `region`, and with it every region that was entered inside it and never left (an exception skipped its
     hook). Does nothing where `region` was left already, or is None.
@@ -151,11 +157,9 @@ def pop(region: _Region | None) -> None:
     stack = _stack()
     if region is None or region not in stack:
         return
-    before = current()
     del stack[stack.index(region) :]
-    after = current()
     for probe in _open:
-        probe.moved(before, after)
+        probe.moved(innermost())
 
 
 @contextlib.contextmanager
@@ -192,10 +196,10 @@ def tag(component: str, *tensors: Any) -> None:
         probe.tag(component, tensors)
 
 
-def made(component: str, *tensors: Any) -> None:
+def made(component: str, *tensors: Any, capped: bool = True) -> None:
     """
     Tells the probes that cannot see it themselves that `component` has just made `tensors`, so that they know whose
-    bytes go when these die, and whose work begins when backward reaches them.
+    bytes go when these die, and whose work begins when backward reaches them (`capped`: as for `push`).
     """
     told = [probe for probe in _open if probe.needs_telling]
     if not told:
@@ -203,7 +207,7 @@ def made(component: str, *tensors: Any) -> None:
 
     def reached(gradients: Any) -> None:
         for probe in _open:
-            probe.entered_backward(component, gradients)
+            probe.entered_backward(Region(component, capped), gradients)
 
     for probe in told:
         probe.keep(component, tensors)

@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from hf_longmoe.peaks.ledger import Context, Ledger
-from hf_longmoe.peaks.region import OTHER, Probe, current, innermost
+from hf_longmoe.peaks.region import OTHER, Probe, Region, innermost
 from hf_longmoe.peaks.report import PeakReport
 
 __all__ = ["StorageProbe", "rounded", "storages"]
 
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of every AccumulateGrad node
+_NOWHERE, _GRADIENTS = Region(OTHER), Region("gradients")
 _GRANULE = {"cuda": 512}  # bytes to which a device's allocator rounds up; 1 elsewhere
 
 
@@ -50,13 +51,15 @@ class StorageProbe(Probe, TorchDispatchMode):
     ```
     """
 
+    supports_higher_order_operators = True  # flex attention is one
+
     def __init__(self, device: torch.device | str | None = None):
         super().__init__()
         self._device = None if device is None else torch.device(device)
         self._ledger = Ledger()
         self._fresh: dict[Any, bool] = {}
         self._marks: list[int] = []  # sequence numbers, ascending ...
-        self._owners: list[str] = []  # ... and the component that records nodes from there on
+        self._owners: list[Region] = []  # ... and the region that records nodes from there on
         self._home = 0
         self._is_open = False
 
@@ -80,15 +83,15 @@ class StorageProbe(Probe, TorchDispatchMode):
         """Starts a new step: what is alive now is resident, and the peaks so far are forgotten."""
         self._ledger.restart()
         self._marks = [torch.autograd._get_sequence_nr()]
-        self._owners = [current() or OTHER]
+        self._owners = [innermost() or _NOWHERE]
 
     def report(self) -> PeakReport:
         """The peaks since the probe opened or restarted."""
         return self._ledger.report()
 
     # -- whose -------------------------------------------------------------------------------------------------------
-    def moved(self, before: str | None, after: str | None) -> None:
-        self._mark(after or (self._recorder() or (OTHER, -1))[0])
+    def moved(self, region: Region | None) -> None:
+        self._mark(region or self._recorder() or _NOWHERE)
 
     def tag(self, component: str, tensors: Any) -> None:
         for tensor in tree_leaves(tensors):
@@ -100,35 +103,35 @@ class StorageProbe(Probe, TorchDispatchMode):
     def resized(self, storage: torch.UntypedStorage, device: torch.device | None = None) -> None:
         self._ledger.resize(storage, rounded(storage, device or storage.device), self._context())
 
-    def _mark(self, component: str, back: int = 0) -> None:
+    def _mark(self, region: Region, back: int = 0) -> None:
         if threading.get_ident() == self._home:  # each thread counts its own sequence numbers
             self._marks.append(max(torch.autograd._get_sequence_nr() - back, self._marks[-1]))
-            self._owners.append(component)
+            self._owners.append(region)
 
-    def _recorder(self) -> tuple[str, int] | None:
-        """Component and place of the mark under which the running autograd node was recorded; None in no backward."""
+    def _recorder(self) -> Region | None:
+        """The region in which the running autograd node was recorded; None outside of backward."""
         node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
         if node is None:
             return None
         number = node._sequence_nr()
         if number == _ACCUMULATE_GRAD:
-            return "gradients", -1
+            return _GRADIENTS
         place = bisect.bisect_right(self._marks, number) - 1
-        return (self._owners[place] if place >= 0 else OTHER), place
+        return self._owners[place] if place >= 0 else _NOWHERE
 
     def _context(self) -> Context:
         region = innermost()
         if torch._C._current_graph_task_id() == -1:
-            here = OTHER if region is None else region.component
-            return here, "update" if here == "optimizer" else "forward", region
-        phase = "recompute" if torch.is_grad_enabled() else "backward"
-        if region is not None:
-            return region.component, phase, region
-        here, place = self._recorder() or (OTHER, -1)
-        if phase == "recompute" and here != self._owners[-1]:
-            # The nodes of this replay must lead back to it. Its first operator has taken its number already.
-            self._mark(here, back=1)
-        return here, phase, place
+            region = region or _NOWHERE
+            return region, "update" if region.component == "optimizer" else "forward"
+        if not torch.is_grad_enabled():
+            return region or self._recorder() or _NOWHERE, "backward"
+        if region is None:
+            region = self._recorder() or _NOWHERE
+            if region is not self._owners[-1]:
+                # The nodes of this replay must lead back to it. Its first operator has taken its number already.
+                self._mark(region, back=1)
+        return region, "recompute"
 
     # -- what --------------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,8 +153,9 @@ class StorageProbe(Probe, TorchDispatchMode):
     def _returns_fresh(self, func: Any) -> bool:
         fresh = self._fresh.get(func)
         if fresh is None:
-            returns = func._schema.returns
-            fresh = self._fresh[func] = any(value.alias_info is None for value in returns)
+            higher_order = isinstance(func, torch._ops.HigherOrderOperator)  # has no schema
+            fresh = higher_order or any(value.alias_info is None for value in func._schema.returns)
+            self._fresh[func] = fresh
         return fresh
 
     def _counts(self, device: torch.device) -> bool:

@@ -114,13 +114,14 @@ class ComponentPeakCallback(TrainerCallback):
             self._check_caps(self._gather(args), trainer, state)
         if self.report is None or not state.is_world_process_zero:
             return
-        caps = _caps(trainer)
+        caps, beside = _caps(trainer), self._watch.beside_caps
         print()
         print_reports({"this run": self.report}, caps=caps)
         if caps:
-            nearest = max(caps, key=lambda name: self.report.components[name].working / caps[name])
-            working, cap = self.report.components[nearest].working, caps[nearest]
-            print(f"Nearest its cap: {nearest}, {format_bytes(working)} of {format_bytes(cap)}.")
+            nearest = max(caps, key=lambda name: self.report.components[name].working / (caps[name] + beside[name]))
+            working = format_bytes(self.report.components[nearest].working)
+            cap = f"{format_bytes(caps[nearest])} and {format_bytes(beside[nearest])} that it leaves aside"
+            print(f"Nearest its cap: {nearest}, {working} of {cap}.")
         folder = args.output_dir if self.output_dir is None else self.output_dir
         os.makedirs(folder, exist_ok=True)
         save_reports(os.path.join(folder, "peaks.json"), {"this run": self.report})

@@ -2,39 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longmoe.integrations.transformers.experts import is_experts
 
-__all__ = ["dispatch_modules"]
+__all__ = ["DispatchModule", "dispatch_modules"]
 
 
-def dispatch_modules(model: PreTrainedModel) -> list[tuple[nn.Module, bool]]:
+@dataclass(frozen=True)
+class DispatchModule:
     """
-    The modules that belong to `dispatch`, and whether each is the outermost such. Experts and shared experts get
-    regions of their own inside the block's: a cap bounds each of these alone, and not the router beside them. Dense
-    layers are read off the MoE layers beside them.
+    A module that belongs to `dispatch`.
+
+    Arguments:
+        module: a MoE block, or what stands in one: experts, shared experts; or a dense MLP.
+        within: the component of what it stands in.
+        capped: whether a cap bounds it. That is so for each experts module, shared expert and dense MLP alone, and not
+            for the rest of a block (the router, sums of outputs).
+        shares_input: whether its input goes to shared experts too.
     """
-    found: dict[nn.Module, bool] = {}
+
+    module: nn.Module
+    within: str = "layer"
+    capped: bool = True
+    shares_input: bool = False
+
+    def beside_cap(self, args: Any) -> int:
+        """
+        Bytes of a call with these arguments that the schedules leave out of their cap.
+
+        Experts: 24 a row; in half precision one expert's float32 gradients; and the gradient of an input that others
+        share, which is gone as soon as it is added to theirs, so that it does not look like something left behind.
+        Shared experts and dense MLPs: one set of their gradients in float32.
+        """
+        parameters = list(self.module.parameters())
+        if not is_experts(self.module):
+            return sum(4 * p.numel() for p in parameters)
+        tensors = [t for t in args if isinstance(t, torch.Tensor)]
+        rows = sum(t.numel() for t in tensors if not t.is_floating_point())
+        gradients = sum(4 * p[0].numel() for p in parameters if p.itemsize < 4 and p.dim() == 3)
+        return 24 * rows + gradients + (tensors[0].nbytes if self.shares_input else 0)
+
+
+def dispatch_modules(model: PreTrainedModel) -> list[DispatchModule]:
+    """Experts by interface, shared experts by name beside them, dense MLPs by where other layers have MoE blocks."""
+    found: list[DispatchModule] = []
     layers = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
     stacks: dict[str, set[str]] = {}  # where MoE layers stand -> the names of the blocks in them
     for name, module in model.named_modules():
         if is_experts(module):
             parent = model.get_submodule(name.rpartition(".")[0])
-            inside = not isinstance(parent, GradientCheckpointingLayer)
-            if inside:
-                found[parent] = True
-                found.update((m, False) for child, m in parent.named_children() if "shared" in child)
-            found[module] = not inside
+            shared = [m for child, m in parent.named_children() if "shared" in child]
+            if isinstance(parent, GradientCheckpointingLayer):
+                found += [DispatchModule(m) for m in (module, *shared)]
+            else:
+                found.append(DispatchModule(parent, capped=False))
+                found.append(DispatchModule(module, within="dispatch", shares_input=bool(shared)))
+                found += [DispatchModule(m, within="dispatch") for m in shared]
             for layer_name, layer in layers.items():
                 if name.startswith(f"{layer_name}."):
                     block = name.removeprefix(f"{layer_name}.").partition(".")[0]
                     stacks.setdefault(layer_name.rpartition(".")[0], set()).add(block)
-                    found.update((m, True) for child, m in layer.named_children() if "shared" in child)
+                    if layer is not parent:
+                        found += [DispatchModule(m) for child, m in layer.named_children() if "shared" in child]
     for layer_name, layer in layers.items():
         blocks = stacks.get(layer_name.rpartition(".")[0], set())
         if blocks and not any(map(is_experts, layer.modules())):
-            found.update((m, True) for child, m in layer.named_children() if child in blocks)
-    return list(found.items())
+            found += [DispatchModule(m) for child, m in layer.named_children() if child in blocks]
+    return found

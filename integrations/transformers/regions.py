@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longmoe.integrations.transformers.dispatch_modules import dispatch_modules
-from hf_longmoe.integrations.transformers.experts import is_experts
+from hf_longmoe.integrations.transformers.dispatch_modules import DispatchModule, dispatch_modules
 from hf_longmoe.peaks import component
 from hf_longmoe.peaks.region import made, pop, push, tag
 from hf_longmoe.peaks.storage import storages
@@ -27,7 +26,7 @@ class Watch:
     """What `watch` has installed. `remove()` takes all of it off again; as a context manager it does so on exit."""
 
     def __init__(self) -> None:
-        # Bytes that the schedules' caps leave aside: 24 for each row of a dispatch, 16 for each token of a loss.
+        # Bytes that caps leave aside: see DispatchModule.beside_cap; and 16 for each token of a loss.
         self.beside_caps = {"dispatch": 0, "vocab": 0}
         self._undo: list[Callable[[], Any]] = []
         self._regions: list[Any] = []
@@ -44,8 +43,8 @@ class Watch:
         while self._undo:
             self._undo.pop()()
 
-    def _push(self, name: str) -> Any:
-        region = push(name)
+    def _push(self, name: str, capped: bool = True) -> Any:
+        region = push(name, capped)
         if region is not None:
             self._regions.append(region)
         return region
@@ -62,17 +61,17 @@ class Watch:
         self._hook(module.register_forward_pre_hook(before, with_kwargs=True))
         self._hook(module.register_forward_hook(after, always_call=True))
 
-    def _bracket(self, module: nn.Module, name: str, within: str | None = None) -> None:
+    def _bracket(self, module: nn.Module, name: str, within: str | None = None, capped: bool = True) -> None:
         """Every forward of `module` is a region, within one of the component `within`."""
         regions: list[Any] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if within is not None:
-                made(within, args)
-            regions.append(self._push(name))
+                made(within, args, capped=within != name)
+            regions.append(self._push(name, capped))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            made(name, output)
+            made(name, output, capped=capped)
             if regions:
                 self._pop(regions.pop())
 
@@ -115,10 +114,10 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     _watch_tensors(handle, model, optimizer)
     calls = _watch_model(handle, model, optimizer)
     _watch_head(handle, model, calls)
-    for module, outermost in dispatch_modules(model):
-        handle._bracket(module, "dispatch", within="layer" if outermost else "dispatch")
-        if is_experts(module):
-            handle._hook(module.register_forward_pre_hook(partial(_count_rows, handle)))
+    for part in dispatch_modules(model):
+        handle._bracket(part.module, "dispatch", part.within, part.capped)
+        if part.capped:
+            handle._hook(part.module.register_forward_pre_hook(partial(_note_beside_cap, handle, part)))
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             _watch_checkpoint(handle, layer)
@@ -135,9 +134,8 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     raise ValueError(f"model={type(model).__name__} holds no Transformers model; give a PreTrainedModel.")
 
 
-def _count_rows(handle: Watch, experts: nn.Module, args: Any) -> None:
-    indices = [t for t in args if isinstance(t, torch.Tensor) and not t.is_floating_point()]
-    handle.beside_caps["dispatch"] = max(handle.beside_caps["dispatch"], 24 * sum(t.numel() for t in indices))
+def _note_beside_cap(handle: Watch, part: DispatchModule, _: nn.Module, args: Any) -> None:
+    handle.beside_caps["dispatch"] = max(handle.beside_caps["dispatch"], part.beside_cap(args))
 
 
 def _resident(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

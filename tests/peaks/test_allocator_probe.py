@@ -14,11 +14,8 @@ class Memory:
     def __init__(self, level=0):
         self.level = self.top = level
 
-    def allocated(self):
-        return self.level
-
-    def peak(self):
-        return self.top
+    def read(self):
+        return self.level, self.top
 
     def reset_peak(self):
         self.top = self.level

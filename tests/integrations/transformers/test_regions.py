@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_longmoe import DispatchConfig, LongMoEConfig, VocabConfig, patch_model
 from hf_longmoe.integrations.transformers.regions import watch
 from hf_longmoe.peaks import StorageProbe
 from hf_longmoe.peaks.allocator import AllocatorProbe
@@ -255,24 +256,47 @@ def test_a_wrapped_model_is_watched_and_one_without_a_model_is_an_error():
         watch(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "granitemoe", "llama"])
-def test_other_families(family):
+def other_family(family, dtype=torch.float32):
     options = dict(hidden_size=H, intermediate_size=I, num_hidden_layers=2, num_attention_heads=4, vocab_size=V)
     options |= dict(num_key_value_heads=4, use_cache=False)
     if family != "llama":
         options |= dict(num_experts_per_tok=K, moe_intermediate_size=I)
-        options["num_local_experts" if family == "granitemoe" else "num_experts"] = E
+        options["num_local_experts" if family in ("granitemoe", "mixtral") else "num_experts"] = E
     if family == "deepseek_v3":
         options.pop("num_experts")
         options |= dict(n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1)
         options |= dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, v_head_dim=16, qk_nope_head_dim=8)
     if family == "qwen2_moe":
         options |= dict(shared_expert_intermediate_size=I)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)).train()
-    optimizer = torch.optim.SGD(model.parameters())
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=dtype).train()
+    return model, torch.optim.SGD(model.parameters())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("probe", ["storage", "allocator"])
+def test_working_of_a_patched_model_is_what_its_caps_bound(family, dtype, probe):
+    model, optimizer = other_family(family, dtype)
+    caps = {"dispatch": 256 << 10, "vocab": 256 << 10}
+    patch_model(model, LongMoEConfig(dispatch=DispatchConfig(budget="256KiB"), vocab=VocabConfig(budget="256KiB")))
+    ids = torch.randint(0, V, (1, 512))
+    with StorageProbe() as storages, watch(model, optimizer) as handle:
+        model(ids)
+        with AllocatorProbe(CountingMemory(storages), "cpu") if probe == "allocator" else StorageProbe() as counted:
+            step(model, optimizer, ids)
+    report = counted.report()
+    for name, cap in caps.items():
+        working = report.components[name].working
+        assert cap // 2 < working <= cap + handle.beside_caps[name], (name, working)
+    assert handle.beside_caps["vocab"] == 16 * 512
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "granitemoe", "llama"])
+def test_other_families(family):
+    model, optimizer = other_family(family)
     ids = torch.randint(0, V, (1, S))
-    report = measure(model, optimizer, ids)
-    parts = report.components
+    parts = measure(model, optimizer, ids).components
     assert parts["vocab"].phases["forward"] >= 2 * S * V * FLOAT
     assert (parts["dispatch"].peak > S * K * I * FLOAT) == (family != "llama")
     assert parts["other"].peak == ids.nbytes + FLOAT
@@ -291,22 +315,16 @@ class CountingMemory:
     """An allocator on CPU: the storages that a probe of its own sees."""
 
     def __init__(self, probe):
-        self.probe = probe
+        self.ledger = probe._ledger
         self.top = 0
 
-    def allocated(self):
-        report = self.probe.report()
-        self.top = max(self.top, report.total)
-        ledger = self.probe._ledger
-        ledger.restart()
-        return ledger.report().total
-
-    def peak(self):
-        self.allocated()
-        return self.top
+    def read(self):
+        self.top = max(self.top, self.ledger.report().total)
+        self.ledger.restart()
+        return self.ledger.report().total, self.top
 
     def reset_peak(self):
-        self.top = self.allocated()
+        self.top, _ = self.read()
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
