@@ -140,6 +140,7 @@ def _methods(*names: str) -> frozenset[Callable]:
 
 _IN_PLACE = _methods("mul_", "multiply_", "__imul__", "div_", "divide_", "true_divide_", "__itruediv__", "tanh_")
 _TANH = _methods("tanh", "tanh_")
+_CLONES = _methods("clone")
 _MULTIPLIES = _methods("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__")
 _DIVIDES = _methods("div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_", "__itruediv__")
 _CASTS = {
@@ -276,6 +277,11 @@ class DeferredLogits(torch.Tensor):
         if func in _SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        spent = (
+            args and isinstance(args[0], DeferredLogits) and args[0]._formed is None and not args[0].source.operands
+        )
+        if spent and func in _CLONES:  # DDP copies every output of a training step, this placeholder too
+            return args[0].detached()
         if args and isinstance(args[0], DeferredLogits) and args[0]._may_note():
             noted = args[0]._note(func, args[1:], kwargs)
             if noted is not None:

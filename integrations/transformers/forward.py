@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -31,49 +32,75 @@ _REPLICA = (
 
 
 def patch_forward(model: PreTrainedModel) -> None:
+    model.longmoe.handles.append(model.register_forward_pre_hook(_refuse_replica))
+    if model.base_model is not model:
+        # There, since PEFT calls `forward` and not the model. A bound method is copied with the model that it checks.
+        model.longmoe.handles.append(model.base_model.register_forward_pre_hook(MethodType(_refuse_replaced, model)))
+    if _leads_here(model):  # left by an unpatching inside somebody's wrapper
+        return
     # Accelerate may already have put its own wrapper on the instance: then that is what this one calls.
     model.longmoe_stock_forward = vars(model).get("forward")
 
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        self.longmoe.entered = True
-        return _forward(self, *args, **kwargs)
+        patch = vars(self).get("longmoe")
+        if patch is None:
+            return _stock_forward(self)(*args, **kwargs)
+        inside, patch.inside = patch.inside, True
+        try:
+            return _forward(self, *args, **kwargs)
+        finally:
+            patch.inside = inside
 
     # The Trainer reads the signature. Not `wraps`: Accelerate follows `__wrapped__` to take its own wrapper off again,
     # and would take this one off too.
     forward.__signature__ = inspect.signature(type(model).forward)
     forward.__doc__ = type(model).forward.__doc__
-    model.forward = MethodType(torch.compiler.disable(forward, recursive=False), model)
-    model.longmoe.handles += [
-        model.register_forward_pre_hook(_before),
-        model.register_forward_hook(_after),
-    ]
+    outer = torch.compiler.disable(forward, recursive=False)
+    forward.longmoe_forward = outer.longmoe_forward = (forward, outer)
+    model.forward = MethodType(outer, model)
 
 
 def restore_model_forward(model: PreTrainedModel) -> None:
-    vars(model).pop("forward", None)
-    stock = vars(model).pop("longmoe_stock_forward", None)
-    if stock is not None:
-        model.forward = stock
+    forward = getattr(model.forward, "__func__", None)
+    # Where Accelerate has wrapped it since, or Liger replaced it, what is there stays.
+    if forward in getattr(forward, "longmoe_forward", ()):
+        del model.forward
+        stock = vars(model).pop("longmoe_stock_forward")
+        if stock is not None:
+            model.forward = stock
+
+
+def _leads_here(model: PreTrainedModel) -> bool:
+    """Whether `model.forward` is the patched one or a wrapper around it."""
+
+    def ours(forward: Callable) -> bool:
+        return hasattr(forward, "longmoe_forward")
+
+    return ours(inspect.unwrap(model.forward, stop=ours))
+
+
+def _stock_forward(model: PreTrainedModel) -> Callable:
+    return model.longmoe_stock_forward or MethodType(type(model).forward, model)
 
 
 @torch.compiler.disable
-def _before(model: nn.Module, args: Any) -> None:
+def _refuse_replica(model: nn.Module, args: Any) -> None:
     if model.longmoe.model is not model:
         raise ValueError(_REPLICA)
-    model.longmoe.entered = False
 
 
 @torch.compiler.disable
-def _after(model: nn.Module, args: Any, output: Any) -> None:
-    if model.training and torch.is_grad_enabled() and not model.longmoe.entered:
-        raise RuntimeError(_REPLACED.format(what=f"The forward of {type(model).__name__}"))
+def _refuse_replaced(model: PreTrainedModel, base_model: nn.Module, args: Any) -> None:
+    if model.training and torch.is_grad_enabled() and not model.longmoe.inside:
+        if not _leads_here(model):
+            raise RuntimeError(_REPLACED.format(what=f"The forward of {type(model).__name__}"))
 
 
 # This frame runs as it is; the stock forward, which it calls, is compiled.
 @torch.compiler.disable(recursive=False)
 def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     patch = model.longmoe
-    stock = model.longmoe_stock_forward or MethodType(type(model).forward, model)
+    stock = _stock_forward(model)
     training = model.training and torch.is_grad_enabled()
     if training and not patch.launch_checked:
         _check_first_step(model)

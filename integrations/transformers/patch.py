@@ -58,7 +58,7 @@ class Patch:
     head: str | None = None  # the name of the patched LM head
     router_loss: RouterLoss | None = None
     launch_checked: bool = False
-    entered: bool = False  # whether the call under way came through the patched forward
+    inside: bool = False  # whether the patched forward is running
     handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> PreTrainedModel:
@@ -100,7 +100,7 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
     before: Patch | None = vars(target).get("longmoe")
     if before is not None and before.config == config:
         return model
-    check_model(model, target)
+    check_model(model, target, config)
     unpatch_model(model)
     try:
         _patch(target, config)

@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from hf_longmoe.config import LongMoEConfig
+
 __all__ = ["check_launch", "check_model", "why_left_alone"]
 
 _FSDP1 = "hf_longmoe: FSDP1 flattens parameters; use FSDP2 (fsdp_version: 2 in the accelerate config)."
 
 
-def check_model(wrapped: nn.Module, model: PreTrainedModel) -> None:
+def check_model(wrapped: nn.Module, model: PreTrainedModel, config: LongMoEConfig) -> None:
     """
     Raises:
         `ValueError`: the model is held in a way that the schedules do not support; the message says what to do.
@@ -33,7 +35,7 @@ def check_model(wrapped: nn.Module, model: PreTrainedModel) -> None:
             f'patch_model: the model is spread over {sorted(map(str, devices))} by device_map="auto"; load it without'
             " device_map and let accelerate place it."
         )
-    if inspect.unwrap(model.forward).__module__.startswith("liger_kernel"):
+    if config.vocab is not None and inspect.unwrap(model.forward).__module__.startswith("liger_kernel"):
         raise ValueError(
             f"patch_model: Liger has replaced the forward of {type(model).__name__}, so there are no logits to bound;"
             " leave its fused_linear_cross_entropy off, or patch with LongMoEConfig(vocab=None)."

@@ -52,7 +52,8 @@ class RouterLoss:
         collecting, mask = recall(lambda: (self.collecting, self.mask))
         if collecting:
             logits = output[self.index] if isinstance(output, (tuple, list)) else output
-            sums = router_sums(logits.reshape(-1, logits.shape[-1]), self.top_k, mask)
+            with torch._C.DisableTorchFunction():  # the loss's own top-k needs no pinning: nothing is routed by it
+                sums = router_sums(logits.reshape(-1, logits.shape[-1]), self.top_k, mask)
             if not replaying():
                 self.sums.append(sums)
 

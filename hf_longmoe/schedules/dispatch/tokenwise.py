@@ -61,7 +61,15 @@ class _Call:
     def _run(self, x: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
         clone = copy.copy(self.module)
         clone.__dict__.pop("forward", None)  # the schedule itself may sit there
-        return torch.func.functional_call(clone, dict(zip(self.names, params, strict=True)), (x,))
+        device = x.device.type
+        # Each tile of a backward has leaves of its own: autocast's cache would keep a cast copy of every tile's.
+        with torch.autocast(
+            device,
+            dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
+            cache_enabled=False,
+        ):
+            return torch.func.functional_call(clone, dict(zip(self.names, params, strict=True)), (x,))
 
     def prepare(self, x: torch.Tensor, *params: torch.Tensor) -> None:
         pass
@@ -91,4 +99,5 @@ class _Call:
             for grad in grads:
                 if grad is not None:
                     grad.add_(next(found))
+            del found, wanted, leaves, y  # before the next tile makes its own
         return grad_x, *(g if g is None else g.to(p.dtype) for g, p in zip(grads, params, strict=True))

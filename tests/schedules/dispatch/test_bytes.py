@@ -132,3 +132,19 @@ def test_token_tiles_hold_their_budget_and_are_exact():
     params = sum(p.numel() * 8 for p in mlp.parameters())
     assert peak_beyond(step, x, x, *mlp.parameters()) <= (1 << 20) + params
     assert peak_beyond(lambda: mlp(x), x) > 3_000 * WIDTH * 8  # stock forward alone
+
+
+def test_token_tiles_under_autocast_do_not_grow_with_the_tiles():
+    mlp, tiles = MLP(), TokenTiles(1 << 18)
+
+    def peak(tokens):
+        x, g = torch.randn(tokens, H, requires_grad=True), torch.randn(tokens, H)
+
+        def step():
+            with torch.autocast("cpu", torch.bfloat16):
+                out = tiles(mlp, x)
+            return torch.autograd.grad(out, (x, *mlp.parameters()), g), out
+
+        return peak_beyond(step, x, x, *mlp.parameters())
+
+    assert peak(4_000) <= 1.05 * peak(1_000)
