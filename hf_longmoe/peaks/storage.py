@@ -51,7 +51,7 @@ class StorageProbe(Probe, TorchDispatchMode):
     ```
     """
 
-    supports_higher_order_operators = True  # flex attention is one
+    supports_higher_order_operators = True
 
     def __init__(self, device: torch.device | str | None = None):
         super().__init__()
@@ -154,7 +154,9 @@ class StorageProbe(Probe, TorchDispatchMode):
         fresh = self._fresh.get(func)
         if fresh is None:
             higher_order = isinstance(func, torch._ops.HigherOrderOperator)  # has no schema
-            fresh = higher_order or any(value.alias_info is None for value in func._schema.returns)
+            # torch.tensor() allocates out of sight and then "lifts" the result, which the schema calls an alias.
+            lifts = func is torch.ops.aten.lift_fresh.default
+            fresh = higher_order or lifts or any(value.alias_info is None for value in func._schema.returns)
             self._fresh[func] = fresh
         return fresh
 

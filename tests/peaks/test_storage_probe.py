@@ -284,3 +284,11 @@ def one_rank(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
+
+
+def test_a_higher_order_operator_is_counted_by_what_it_returns():
+    x = torch.ones(T, H)
+    with StorageProbe() as probe:
+        with component("layer"):
+            y = torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (x,))
+    assert probe.report().components["layer"].peak == y.nbytes + 1
