@@ -166,7 +166,7 @@ def pop(region: Region | None) -> None:
 def component(name: str) -> Iterator[None]:
     """
     Every byte allocated inside belongs to the component `name`, for every probe that is open; so do the bytes that
-    backward and checkpointing's recompute allocate for what was recorded inside. Costs about a microsecond while no
+    backward and checkpointing's recompute allocate for what was recorded inside. Costs a few microseconds while no
     probe is open.
 
     Arguments:

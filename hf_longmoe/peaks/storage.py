@@ -29,7 +29,7 @@ class StorageProbe(Probe, TorchDispatchMode):
     Peak bytes by component from the storages themselves. A context manager; each use starts afresh.
 
     It sees every storage that an operator returns, and those that `tag` names; not the scratch inside a kernel, nor
-    what was allocated before it opened and never tagged. Costs 64 to 81 microseconds an operator: probe one step in N.
+    what was allocated before it opened and never tagged. Costs about 90 microseconds an operator: probe one step in N.
     A function compiled by `torch.compile` runs eagerly while it is open.
 
     Who an allocation belongs to: in forward, the innermost region. In backward, the region in which the running

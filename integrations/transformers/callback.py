@@ -33,7 +33,7 @@ class ComponentPeakCallback(TrainerCallback):
     Measures the peak memory of training steps by component and reports the maximum over ranks.
 
     On an accelerator every step is measured, from the allocator; on CPU one step in `every`, from the storages, since
-    that costs 64 to 81 microseconds an operator. Peaks go to the Trainer's trackers and `log_history` as
+    that costs about 90 microseconds an operator. Peaks go to the Trainer's trackers and `log_history` as
     `peak/<component>_MiB`; after training `report` holds the highest, the main process prints them as a table and
     writes `peaks.json`, and `peaks.png` where matplotlib is installed. For a model that `patch_model` has patched it
     also names the component nearest its cap, and warns once when one passes its cap. DDP's own gradient buckets,
