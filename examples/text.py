@@ -7,8 +7,9 @@ documents (strings, read lazily) -> tokenizer -> one stream, documents joined wi
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -68,8 +69,7 @@ def read_documents(
 def standard_library() -> list[Path]:
     """The sources of the running Python's standard library, without its tests: about 10 MB of real text, offline."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"idle_test", "site-packages", "dist-packages", "test", "tests"}
-    paths = [path for path in sorted(root.rglob("*.py")) if not skip.intersection(path.relative_to(root).parts)]
+    paths = _files(root, (".py",), skip={"idle_test", "site-packages", "dist-packages", "test", "tests"}.__contains__)
     if not paths:
         raise ValueError(f"{root} holds no Python sources; give --dataset, a folder of text or a `datasets` name.")
     return paths
@@ -80,12 +80,20 @@ def text_files(path: Path) -> list[Path]:
     if path.is_file():
         found = [path] if path.suffix.lower() in EXTENSIONS else []
     else:
-        found = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in EXTENSIONS and file.is_file()]
-        found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        found = _files(path, EXTENSIONS, skip=lambda name: name.startswith("."))
     found = [file for file in found if file.stat().st_size]
     if not found:
         raise ValueError(f"dataset={str(path)!r} holds no text; looked for non-empty {', '.join(EXTENSIONS)} files.")
     return found
+
+
+def _files(root: Path, extensions: tuple[str, ...], skip: Callable[[str], bool]) -> list[Path]:
+    """Sorted. Skipped folders are not entered: site-packages may hold a hundred times what is wanted."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not skip(name)]
+        found += [Path(folder, name) for name in names if name.lower().endswith(extensions) and not skip(name)]
+    return sorted(found)
 
 
 def read_files(paths: Iterable[Path], text_key: str = "text") -> Iterator[str]:

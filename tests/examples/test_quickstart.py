@@ -61,8 +61,21 @@ def start(launcher, arguments):
     # From another folder: the example must find its helpers by itself.
     command = [sys.executable, *launcher, ROOT / "examples" / "quickstart.py", *flags(arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    folder = arguments["output_dir"].parent
-    return subprocess.run(command, cwd=folder, env=environment, timeout=200, capture_output=True, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=arguments["output_dir"].parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=240)
+    except BaseException:  # also pytest's own time-out
+        process.terminate()  # on which the launcher ends its workers; killed, it would leave them running
+        process.communicate(timeout=30)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def call(module, monkeypatch, arguments):
