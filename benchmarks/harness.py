@@ -105,7 +105,7 @@ def _entry(case: Case, found: dict[str, _Measured], times: list[dict], earlier: 
         "wall_seconds": _median(times, "ours", 1),
     }
     grows = case.grows_from
-    if grows is not None and grows.case in earlier:
+    if grows is not None:
         base = earlier[grows.case]["peak_bytes"]
         limits["peak_bytes"] = int(base * (1 + grows.slack)) + grows.bytes_per_unit * grows.units
         entry["growth"] = {**asdict(grows), "bytes_per_unit": (own.beyond - base) / grows.units}

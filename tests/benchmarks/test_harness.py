@@ -21,14 +21,17 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("arguments", [["vocab"], ["dispatch", "--only", "T 256"]], ids=["vocab", "dispatch"])
+# Of dispatch only the longest case, which brings along the one that its limit comes from.
+@pytest.mark.parametrize("arguments", [["vocab"], ["dispatch", "--only", "T 1024"]], ids=["vocab", "dispatch"])
 def test_quick_run_writes_the_projects_json(arguments, tmp_path):
     done = run(*arguments, "--quick", "--threads", 1, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     jsonschema.validate(result, report.SCHEMA)
     assert result["name"] == arguments[0] and result["environment"]["threads"] == 1
-    assert len({case["case"] for case in result["cases"]}) == len(result["cases"]) >= 4
+    assert (
+        len({case["case"] for case in result["cases"]}) == len(result["cases"]) == (2 if "--only" in arguments else 6)
+    )
     for case in result["cases"]:
         assert not case["gate"] and case["pairs"] in (0, 3)
         assert (case["cpu_ratio"] is None) == (case["wall_ratio"] is None) == (case["pairs"] == 0)
@@ -36,6 +39,11 @@ def test_quick_run_writes_the_projects_json(arguments, tmp_path):
         assert 0 < case["peak_bytes"] <= case["beside_peak_bytes"] < case["total_peak_bytes"]
         bound = 2e-2 if "bfloat16" in case["case"] else 1e-5
         assert 0 < case["error"] < bound and 0 < case["baseline_error"] < bound
+    longer = next(case for case in result["cases"] if "growth" in case)
+    shorter = next(case for case in result["cases"] if case["case"] == longer["growth"]["case"])
+    assert not report.missed(longer) and longer["limits"]["peak_bytes"] < 2 * shorter["peak_bytes"]
+    growth = (longer["peak_bytes"] - shorter["peak_bytes"]) / longer["growth"]["units"]
+    assert longer["growth"]["bytes_per_unit"] == pytest.approx(growth)
     assert "saved" in done.stdout
 
 
