@@ -9,7 +9,6 @@ before the routing weights, which the schedule multiplies in at least float32, a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hf_longmoe.schedules.dispatch.clone import bare_clone
 from hf_longmoe.schedules.dispatch.gradients import WeightGradients, accumulation_dtype
 from hf_longmoe.schedules.dispatch.plan import Segment, Wave
 
@@ -199,9 +199,7 @@ class ModelKernel:
         return [p[first : last + 1] if stacked else p for p, stacked in zip(params, self.stacked, strict=True)]
 
     def _call(self, x: torch.Tensor, wave: Wave, params: Params) -> torch.Tensor:
-        clone = copy.copy(self.module)
-        clone.__dict__.pop("forward", None)  # the schedule itself may sit there
-        clone._parameters, clone._modules = dict(clone._parameters), dict(clone._modules)
+        clone = bare_clone(self.module)
         clone.num_experts = len(wave.experts)
         index = torch.empty(x.shape[0], 1, dtype=torch.int64, device=x.device)
         for segment, part in _parts(wave):

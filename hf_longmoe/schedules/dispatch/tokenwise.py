@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from hf_longmoe.schedules.dispatch.clone import bare_clone
 from hf_longmoe.schedules.dispatch.gradients import accumulation_dtype
 from hf_longmoe.schedules.dispatch.plan import rows
 from hf_longmoe.schedules.nodes import save_and_run
@@ -59,8 +59,7 @@ class _Call:
         self.module, self.names, self.size = module, names, size
 
     def _run(self, x: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        clone = copy.copy(self.module)
-        clone.__dict__.pop("forward", None)  # the schedule itself may sit there
+        clone = bare_clone(self.module)
         device = x.device.type
         # Each tile of a backward has leaves of its own: autocast's cache would keep a cast copy of every tile's.
         with torch.autocast(
