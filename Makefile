@@ -1,6 +1,5 @@
 # Each target makes .venv by itself on first use; PYTHON chooses the interpreter that makes it.
 PYTHON ?= python3
-PORT ?= 0
 BIN := .venv/bin
 
 .PHONY: demo test lint format venv clean

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from dataclasses import dataclass
 from typing import Any
 
+from hf_longmoe.names import nearest_hint
 from hf_longmoe.sizes import parse_bytes
 
 __all__ = ["DispatchConfig", "LongMoEConfig", "VocabConfig"]
@@ -34,7 +34,7 @@ class _Part:
     def _choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
         if value not in choices:
-            hint = _suggest(value, choices)
+            hint = nearest_hint(value, choices)
             raise ValueError(f"{self._name}.{name}={value!r} is unknown; choose one of {', '.join(choices)}.{hint}")
 
     def _number(self, name: str, low: float, high: float) -> None:
@@ -175,14 +175,9 @@ class LongMoEConfig:
                 raise ValueError(f"{os.fspath(path)}: {' '.join(str(error).split())}") from error
 
 
-def _suggest(name: Any, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
-
-
 def _check_keys(where: str, values: Any, known: tuple[str, ...]) -> None:
     if not isinstance(values, dict):
         raise ValueError(f"{where}={values!r} must be a mapping with keys among {', '.join(known)}.")
     for key in values:
         if key not in known:
-            raise ValueError(f"Unknown key {key!r} in {where}.{_suggest(key, known)} Known: {', '.join(known)}.")
+            raise ValueError(f"Unknown key {key!r} in {where}.{nearest_hint(key, known)} Known: {', '.join(known)}.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hf_longmoe.names import nearest_hint
+
 __all__ = [
     "COMPONENTS",
     "OTHER",
@@ -19,7 +20,6 @@ __all__ = [
     "Probe",
     "Region",
     "component",
-    "current",
     "innermost",
     "made",
     "pop",
@@ -116,12 +116,6 @@ def innermost() -> Region | None:
     return stack[-1] if stack else None
 
 
-def current() -> str | None:
-    """The component of the innermost region that the calling thread is in, or None."""
-    region = innermost()
-    return None if region is None else region.component
-
-
 def push(name: str, capped: bool = True) -> Region | None:
     """
     Enters a region and returns what `pop` takes. For module hooks, where a `with` block does not fit.
@@ -139,8 +133,7 @@ def push(name: str, capped: bool = True) -> Region | None:
     if not _open:
         return None
     if name not in COMPONENTS:
-        near = difflib.get_close_matches(str(name), COMPONENTS, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = nearest_hint(name, COMPONENTS)
         raise ValueError(f"component={name!r} is unknown; choose one of {', '.join(COMPONENTS)}.{hint}")
     region = Region(name, capped)
     _stack().append(region)

@@ -15,7 +15,8 @@ from torch import distributed
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from hf_longmoe.integrations.transformers.regions import causal_lm, watch
+from hf_longmoe.integrations.transformers.causal_lm import causal_lm
+from hf_longmoe.integrations.transformers.regions import watch
 from hf_longmoe.peaks import PeakReport, StorageProbe, save_reports
 from hf_longmoe.peaks.allocator import AllocatorProbe, has_allocator
 from hf_longmoe.peaks.plot import plot_reports

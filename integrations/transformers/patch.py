@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from hf_longmoe.config import LongMoEConfig
+from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.experts import (
     block_of,
     is_experts,
@@ -27,7 +28,7 @@ from hf_longmoe.integrations.transformers.head import head_report, head_rows, pa
 from hf_longmoe.integrations.transformers.refusals import check_model, why_left_alone
 from hf_longmoe.integrations.transformers.replay import patch_checkpointing, restore_checkpointing
 from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
-from hf_longmoe.schedules.dispatch import LocalDispatch, TokenTiles
+from hf_longmoe.schedules.dispatch import GatedMLP, LocalDispatch, TokenTiles
 
 __all__ = ["Entry", "Patch", "patch_model", "unpatch_model"]
 
@@ -96,7 +97,7 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
             for it; before anything was changed.
     """
     config = LongMoEConfig() if config is None else config
-    target = _target(model)
+    target = causal_lm(model)
     before: Patch | None = vars(target).get("longmoe")
     if before is not None and before.config == config:
         return model
@@ -130,7 +131,7 @@ def _patch(target: PreTrainedModel, config: LongMoEConfig) -> None:
 
 def unpatch_model(model: nn.Module) -> nn.Module:
     """Puts back exactly what `patch_model` found. A model that is not patched is left as it is."""
-    target = _target(model)
+    target = causal_lm(model)
     patch: Patch | None = vars(target).pop("longmoe", None)
     if patch is not None:
         for handle in patch.handles:
@@ -143,13 +144,6 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         restore_checkpointing(target)
         restore_model_forward(target)
     return model
-
-
-def _target(model: nn.Module) -> PreTrainedModel:
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise ValueError(f"patch_model: {type(model).__name__} holds no Transformers model; give a PreTrainedModel.")
 
 
 def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
@@ -197,7 +191,8 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
 def _experts_note(schedule: LocalDispatch, experts: nn.Module, kernel: str) -> str:
     block, params = block_of(experts, kernel)
     hidden = experts.down_proj.shape[-1 if experts.is_transposed else -2]
-    how = "written-out backward" if hasattr(block, "silu") else f"the model's {experts.config._experts_implementation}"
+    kernel = f"the model's {experts.config._experts_implementation}"
+    how = "written-out backward" if isinstance(block, GatedMLP) else kernel
     return f"{schedule.rows(_like_input(params[0], hidden), block, params)} rows at a time, {how}"
 
 

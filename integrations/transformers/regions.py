@@ -14,12 +14,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.dispatch_modules import DispatchModule, dispatch_modules
 from hf_longmoe.peaks import component
 from hf_longmoe.peaks.region import made, pop, push, tag
 from hf_longmoe.peaks.storage import storages
 
-__all__ = ["Watch", "causal_lm", "watch"]
+__all__ = ["Watch", "watch"]
 
 
 class Watch:
@@ -124,14 +125,6 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     if optimizer is not None:
         _watch_optimizer(handle, optimizer)
     return handle
-
-
-def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model inside a wrapper."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            return module
-    raise ValueError(f"model={type(model).__name__} holds no Transformers model; give a PreTrainedModel.")
 
 
 def _note_beside_cap(handle: Watch, part: DispatchModule, _: nn.Module, args: Any) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_longmoe.schedules.numerics import accumulation_dtype
+
 __all__ = ["RouterSums", "load_balancing_loss", "router_sums"]
 
 
@@ -57,7 +59,7 @@ def router_sums(
     tokens, experts = logits.shape
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k={top_k!r} must be between 1 and the number of experts, {experts}.")
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(logits.dtype)
     if mask is not None:
         if mask.numel() != tokens:
             raise ValueError(f"mask has {mask.numel()} elements for {tokens} tokens; give one a token.")

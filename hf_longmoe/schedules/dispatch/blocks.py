@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from hf_longmoe.schedules.dispatch.clone import bare_clone
-from hf_longmoe.schedules.dispatch.gradients import WeightGradients, accumulation_dtype
+from hf_longmoe.schedules.dispatch.gradients import WeightGradients
 from hf_longmoe.schedules.dispatch.plan import Segment, Wave
+from hf_longmoe.schedules.numerics import accumulation_dtype
 
 __all__ = ["Block", "GatedMLP", "ModelKernel", "row_slices"]
 

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from hf_longmoe.schedules.dispatch.plan import Segment
+from hf_longmoe.schedules.numerics import accumulation_dtype
 
-__all__ = ["WeightGradients", "accumulation_dtype"]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32; float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+__all__ = ["WeightGradients"]
 
 
 class WeightGradients:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from hf_longmoe.schedules.dispatch.blocks import Block, row_slices
-from hf_longmoe.schedules.dispatch.gradients import WeightGradients, accumulation_dtype
+from hf_longmoe.schedules.dispatch.gradients import WeightGradients
 from hf_longmoe.schedules.dispatch.plan import Wave, plan_waves, rows
 from hf_longmoe.schedules.nodes import save_and_run
+from hf_longmoe.schedules.numerics import accumulation_dtype
 
 __all__ = ["LocalDispatch", "count_rows"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hf_longmoe.schedules.dispatch.clone import bare_clone
-from hf_longmoe.schedules.dispatch.gradients import accumulation_dtype
 from hf_longmoe.schedules.dispatch.plan import rows
 from hf_longmoe.schedules.nodes import save_and_run
+from hf_longmoe.schedules.numerics import accumulation_dtype
 
 __all__ = ["TokenTiles"]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from hf_longmoe.schedules.numerics import accumulation_dtype
 from hf_longmoe.schedules.vocab.labels import ValidTokens
 from hf_longmoe.schedules.vocab.logits import LogitTransform
 from hf_longmoe.schedules.vocab.products import choose_products
-from hf_longmoe.schedules.vocab.rows import accumulation_dtype
 
-__all__ = ["Head", "HeadGradients", "operand_dtype"]
+__all__ = ["Head", "HeadGradients", "HeadPlan", "operand_dtype"]
 
 
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
@@ -63,15 +65,36 @@ class HeadGradients:
         self.db = zeros(bias, dtype=wide) if bias is not None and needs[2] else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan:
+    """
+    What a call decides before it runs.
+
+    Arguments:
+        valid: the tokens that take part.
+        rows: tokens of a tile at most.
+        dtype: what enters the products.
+        keep_logits: whether gradients, or statistics, need the logits beside the probabilities.
+        transform: scale and soft cap of the logits.
+    """
+
+    valid: ValidTokens
+    rows: int
+    dtype: torch.dtype
+    keep_logits: bool
+    transform: LogitTransform
+
+
 class Head:
     """
-    The projection of tiles of at most `rows` valid tokens.
+    The projection of tiles of at most `plan.rows` valid tokens.
 
     Logits, probabilities and gradient of a tile share one [rows, V] buffer; a second one keeps the logits if a soft
     cap or statistics ask for them.
 
     Arguments:
-        hidden: [T, H]; `weight`: [V, H]; `bias`: [V] or `None`; any of them is cast to `dtype` if it has another.
+        hidden: [T, H]; `weight`: [V, H]; `bias`: [V] or `None`; any of them is cast to `plan.dtype` if it has another.
+        keep_logits: `plan.keep_logits` if not given.
     """
 
     def __init__(
@@ -79,20 +102,17 @@ class Head:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        valid: ValidTokens,
-        transform: LogitTransform,
-        *,
-        dtype: torch.dtype,
-        rows: int,
-        keep_logits: bool,
+        plan: HeadPlan,
+        keep_logits: bool | None = None,
     ) -> None:
-        self.hidden, self.valid, self.transform, self.rows = hidden, valid, transform, rows
-        self.dtype = dtype
-        self.weight = weight.to(dtype)
-        self.bias = None if bias is None else bias.to(dtype)
-        self.products = choose_products(rows, self.weight, transform.scale)
-        self.wide = accumulation_dtype(dtype)
-        shape = (rows, weight.shape[0])
+        self.hidden, self.valid, self.transform, self.rows = hidden, plan.valid, plan.transform, plan.rows
+        self.dtype = plan.dtype
+        self.weight = weight.to(plan.dtype)
+        self.bias = None if bias is None else bias.to(plan.dtype)
+        self.products = choose_products(plan.rows, self.weight, plan.transform.scale)
+        self.wide = accumulation_dtype(plan.dtype)
+        shape = (plan.rows, weight.shape[0])
+        keep_logits = plan.keep_logits if keep_logits is None else keep_logits
         self.buffer = hidden.new_empty(shape, dtype=self.wide)
         self.kept = hidden.new_empty(shape, dtype=self.wide) if keep_logits else None
 

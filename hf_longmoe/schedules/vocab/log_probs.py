@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from hf_longmoe.schedules.vocab.head import Head, HeadGradients
-from hf_longmoe.schedules.vocab.labels import ValidTokens
-from hf_longmoe.schedules.vocab.logits import LogitTransform
+from hf_longmoe.schedules.vocab.head import Head, HeadGradients, HeadPlan
 from hf_longmoe.schedules.vocab.loss import refuse_double_backward
 
-__all__ = ["LogProbs", "LogProbsPlan"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogProbsPlan:
-    """Everything about a call but its tensors; `rows` tokens a tile."""
-
-    valid: ValidTokens
-    rows: int
-    dtype: torch.dtype
-    keep_logits: bool
-    transform: LogitTransform
-
-    def head(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, keep_logits: bool) -> Head:
-        return Head(
-            hidden,
-            weight,
-            bias,
-            self.valid,
-            self.transform,
-            dtype=self.dtype,
-            rows=self.rows,
-            keep_logits=keep_logits,
-        )
+__all__ = ["LogProbs"]
 
 
 class LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, plan: LogProbsPlan):
+    def forward(ctx, hidden, weight, bias, plan: HeadPlan):
         with torch.autocast(hidden.device.type, enabled=False):
-            head = plan.head(hidden, weight, bias, keep_logits=False)
+            head = Head(hidden, weight, bias, plan, keep_logits=False)
             log_probs = head.buffer.new_zeros(hidden.shape[0])
             normalizers = torch.zeros_like(log_probs)
             for where, logits, _, _, labels in head.tiles():
@@ -60,7 +33,7 @@ class LogProbs(torch.autograd.Function):
         hidden, weight, bias, normalizers = ctx.saved_tensors
         plan = ctx.plan
         with torch.autocast(hidden.device.type, enabled=False):
-            head = plan.head(hidden, weight, bias, keep_logits=plan.keep_logits)
+            head = Head(hidden, weight, bias, plan)
             gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], plan.valid)
             scaled = upstream * plan.transform.scale
             for where, logits, kept, block, labels in head.tiles():

@@ -6,23 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_longmoe.schedules.vocab.head import Head, HeadGradients
-from hf_longmoe.schedules.vocab.labels import ValidTokens
-from hf_longmoe.schedules.vocab.logits import LogitTransform
+from hf_longmoe.schedules.vocab.head import Head, HeadGradients, HeadPlan
 from hf_longmoe.schedules.vocab.statistics import TokenStatistics
 
 __all__ = ["Loss", "LossPlan", "refuse_double_backward"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossPlan:
-    """Everything about a call but its tensors; fields as in `linear_cross_entropy`, `rows` tokens a tile."""
+class LossPlan(HeadPlan):
+    """Everything about a call but its tensors; the other fields as in `linear_cross_entropy`."""
 
-    valid: ValidTokens
-    rows: int
-    dtype: torch.dtype
-    keep_logits: bool
-    transform: LogitTransform
     num_items: float | torch.Tensor | None
     label_smoothing: float
     z_loss: float
@@ -40,16 +33,7 @@ class Loss(torch.autograd.Function):
         # `needs_input_grad` does not know of no_grad.
         needs = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(
-                hidden,
-                weight,
-                bias,
-                plan.valid,
-                plan.transform,
-                dtype=plan.dtype,
-                rows=plan.rows,
-                keep_logits=plan.keep_logits,
-            )
+            head = Head(hidden, weight, bias, plan)
             gradients = HeadGradients(hidden, weight, bias, needs, plan.valid) if any(needs) else None
             statistics = None
             if collected is not None:

@@ -17,7 +17,7 @@ import math
 
 import torch
 
-from hf_longmoe.schedules.vocab.rows import accumulation_dtype
+from hf_longmoe.schedules.numerics import accumulation_dtype
 
 __all__ = ["HalfOnCuda", "HalfUpcast", "SameDtype", "choose_products"]
 

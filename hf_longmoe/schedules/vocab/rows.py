@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from hf_longmoe.schedules.numerics import accumulation_dtype
 from hf_longmoe.sizes import format_bytes, parse_bytes
 
-__all__ = ["SMALLEST_TILE", "accumulation_dtype", "tile_bytes", "tile_rows"]
+__all__ = ["SMALLEST_TILE", "tile_bytes", "tile_rows"]
 
 # Below this a tile is all overhead: every tile passes over the weight and its gradient once more.
 SMALLEST_TILE = 8
 _PER_ROW = 128  # maximum, sum, log-sum-exp, target logit, label, position ... of one token
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits, statistics, loss and gradients until their one final cast: float32, or float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def tile_bytes(

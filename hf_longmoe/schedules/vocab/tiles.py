@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_longmoe.schedules.vocab.head import operand_dtype
+from hf_longmoe.schedules.vocab.head import HeadPlan, operand_dtype
 from hf_longmoe.schedules.vocab.labels import select_valid
-from hf_longmoe.schedules.vocab.log_probs import LogProbs, LogProbsPlan
+from hf_longmoe.schedules.vocab.log_probs import LogProbs
 from hf_longmoe.schedules.vocab.logits import LogitTransform
 from hf_longmoe.schedules.vocab.loss import Loss, LossPlan
 from hf_longmoe.schedules.vocab.rows import tile_rows
@@ -112,7 +112,7 @@ def token_log_probs(
     """
     hidden, labels, shape = _flatten(hidden, weight, labels, bias)
     tiling = _tiling(hidden, weight, bias, budget, transform, False)
-    plan = LogProbsPlan(**tiling, valid=select_valid(labels, ignore_index, weight.shape[0]))
+    plan = HeadPlan(**tiling, valid=select_valid(labels, ignore_index, weight.shape[0]))
     return LogProbs.apply(hidden, weight, bias, plan).view(shape)
 
 
