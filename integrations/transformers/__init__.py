@@ -1,6 +1,10 @@
 """Transformers: `patch_model`, `unpatch_model`, `ComponentPeakCallback`."""
 
-from hf_longmoe.integrations.transformers.callback import ComponentPeakCallback
-from hf_longmoe.integrations.transformers.patch import Patch, patch_model, unpatch_model
+from hf_longmoe.integrations.transformers.versions import check_versions
+
+check_versions()  # first: with an old host the imports below fail on whatever name it lacks
+
+from hf_longmoe.integrations.transformers.callback import ComponentPeakCallback  # noqa: E402
+from hf_longmoe.integrations.transformers.patch import Patch, patch_model, unpatch_model  # noqa: E402
 
 __all__ = ["ComponentPeakCallback", "Patch", "patch_model", "unpatch_model"]
