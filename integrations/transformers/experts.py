@@ -41,7 +41,9 @@ def block_of(experts: nn.Module, kernel: str) -> tuple[Block, tuple[torch.Tensor
     # A kernel that somebody chose over the usual ones (one they registered, say) is theirs to keep.
     usual = implementation in ("eager", "grouped_mm", "batched_mm")
     # `grouped_mm` computes in the weights' dtype under autocast; the others in autocast's, which only they know how.
-    cast = torch.is_autocast_enabled(experts.down_proj.device.type) and implementation != "grouped_mm"
+    device = experts.down_proj.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not for "meta"
+    cast = autocast and implementation != "grouped_mm"
     if kernel == "auto" and usual and standard and not cast:
         silu = isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
         return GatedMLP(experts.act_fn, silu), (experts.gate_up_proj, experts.down_proj)
