@@ -26,11 +26,26 @@ __all__ = ["TiledLoss", "head_report", "head_rows", "patch_head", "restore_head"
 
 
 def head_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig) -> int:
-    """Tokens of a tile; raises as `tile_rows` does."""
+    """
+    Tokens of a tile outside of autocast.
+
+    Raises:
+        `ValueError`: not even the smallest tile fits the budget; for a float32 head also under autocast, which takes
+            more and is chosen only after the patch.
+    """
     weight = lm_head.weight
     capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-    bias = lm_head.bias is not None
-    return tile_rows(config.budget, *weight.shape, dtype=weight.dtype, keep_logits=capped, bias=bias)
+
+    def rows(dtype: torch.dtype) -> int:
+        bias = lm_head.bias is not None
+        return tile_rows(config.budget, *weight.shape, dtype=dtype, keep_logits=capped, bias=bias)
+
+    if weight.dtype == torch.float32:
+        try:
+            rows(torch.bfloat16)  # of all dtypes that autocast may choose
+        except ValueError as error:
+            raise ValueError(f"{error} (Under autocast, in which a float32 model may run.)") from None
+    return rows(weight.dtype)
 
 
 def head_report(model: PreTrainedModel, lm_head: nn.Module) -> str | None:

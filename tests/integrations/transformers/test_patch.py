@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hf_longmoe import DispatchConfig, LongMoEConfig, VocabConfig, patch_model, unpatch_model
-from hf_longmoe.schedules.vocab import tile_rows
+from hf_longmoe.schedules.vocab import tile_bytes, tile_rows
 
 _ENCODER = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
 
@@ -241,6 +241,21 @@ def test_the_budget_that_a_message_gives_works(build):
     patch_model(model, config(dispatch=least))
     with pytest.raises(ValueError):
         patch_model(model, config(dispatch=least - 1))
+
+
+def test_a_vocab_budget_that_only_autocast_would_pass_is_refused_at_once(build, batch):
+    """Autocast is chosen after the patch, and needs more than float32: a tile's gradient in half precision too."""
+    wide, half = (tile_bytes(8, 101, 32, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert wide < half
+    model = build("llama", dtype=torch.float32)
+    clean = state(model)
+    with pytest.raises(ValueError, match=rf"^vocab\.budget={half - 1} .*needs {half} bytes.*autocast"):
+        patch_model(model, config(vocab=half - 1))
+    assert state(model) == clean
+    patch_model(model, config(vocab=half))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch).loss.backward()
+    patch_model(build("llama", dtype=torch.float64), config(vocab=tile_bytes(8, 101, 32, dtype=torch.float64)))
 
 
 def test_two_models_of_one_config():
