@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -59,18 +60,31 @@ class DispatchConfig(_Part):
         kernel (`str`, defaults to `"auto"`):
             `"auto"`: the written-out backward for the standard gated MLP, the model's own kernel for every other.
             `"model"`: the model's own kernel (`experts_implementation`) for all.
+        overlap (`int`, defaults to 1):
+            Under expert parallelism: waves that travel while one is computed, 1 to 3. Each takes its share of the
+            budget.
+        imbalance (`float`, defaults to 1.3):
+            Under expert parallelism: experts are lent to less loaded ranks where the largest load of a rank is at
+            least this many times the mean. A number above that of the ranks never lends.
     """
 
     budget: int | str = _UNSET
     kernel: str = _UNSET
+    overlap: int = _UNSET
+    imbalance: float = _UNSET
 
     _name = "dispatch"
-    _defaults = {"budget": "256MiB", "kernel": "auto"}
+    _defaults = {"budget": "256MiB", "kernel": "auto", "overlap": 1, "imbalance": 1.3}
 
     def __post_init__(self) -> None:
         self._resolve()
         self._size("budget")
         self._choice("kernel", ("auto", "model"))
+        self._number("overlap", 1, 4)
+        self._number("imbalance", 1.0, math.inf)
+        if self.overlap != int(self.overlap):
+            raise ValueError(f"dispatch.overlap={self.overlap!r} must be a whole number of waves, 1 to 3.")
+        object.__setattr__(self, "overlap", int(self.overlap))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,162 @@
+"""What a rank knows of one call's routing: the plan all ranks share, and where its own rows stand in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_longmoe.schedules.dispatch.exchange import ExchangePlan, plan_exchange
+from hf_longmoe.schedules.dispatch.sizes import PipelineSizes
+from hf_longmoe.schedules.wire import Wire
+
+__all__ = ["Routed", "Routing", "route"]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """
+    The routing of a block of tokens.
+
+    Arguments:
+        plan: the same on every rank.
+        tokens: which of the rank's tokens.
+        order: `[rows]` int32, the block's (token, slot) pairs by expert, ties by pair; those of no expert come last.
+        first: where each expert's rows begin in `order`.
+        totals: rows of each expert, over all ranks.
+        home: the rank's own experts.
+        k: slots of a token.
+    """
+
+    plan: ExchangePlan
+    tokens: slice
+    order: torch.Tensor
+    first: Sequence[int]
+    totals: Sequence[int]
+    home: range
+    k: int
+
+    def rows(self, rank: int, wave: int) -> torch.Tensor:
+        """The rank's rows of a wave, in the order in which it sends them: indices of (token, slot) pairs."""
+        parts = [self.order[self.first[e] + a : self.first[e] + b] for e, a, b in self.plan.sends(rank, wave)]
+        return torch.cat(parts) if parts else self.order[:0]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """
+    Arguments:
+        blocks: of tokens, one after the other: those of forward.
+        whole: of all tokens: that of backward. The same as the block where there is one.
+    """
+
+    blocks: Sequence[Routed]
+    whole: Routed
+
+
+def route(
+    wire: Wire,
+    sizes: PipelineSizes,
+    index: torch.Tensor,
+    x: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    trains: bool,
+) -> Routing:
+    """
+    Gathers every rank's counts and plans: one host synchronisation (two where the tokens of a rank are more than one
+    block, which only half precision has).
+
+    Arguments:
+        index: `[T, k]`, global expert ids.
+        x: `[T, H]`.
+        params: the rank's own experts, stacked.
+        trains: whether the experts need gradients.
+
+    Raises:
+        `ValueError`: the ranks do not agree on what they do; on every rank, before any row is sent.
+    """
+    experts, k = params[0].shape[0] * wire.size, index.shape[-1]
+    size = sizes.token_block or max(x.shape[0], 1)
+    terms = _terms(sizes, x, params, trains, experts, k)
+    with wire.together():
+        ids = index.reshape(-1).to(torch.int32)
+        ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
+        header = torch.tensor([*terms.values(), -(-x.shape[0] // size)], dtype=torch.int64, device=x.device)
+        found = wire.gather(torch.cat([header, _count(ids, experts + 1)[:experts]]))
+    _check_terms(list(terms), [row[: len(terms)] for row in found])
+    blocks = max(1, *(row[len(terms)] for row in found))
+    with wire.together():
+        return _plan(wire, sizes, ids, [row[-experts:] for row in found], x.shape[0], k, size, blocks)
+
+
+def _plan(
+    wire: Wire,
+    sizes: PipelineSizes,
+    ids: torch.Tensor,
+    counts: Sequence[Sequence[int]],
+    count: int,
+    k: int,
+    size: int,
+    blocks: int,
+) -> Routing:
+    experts = len(counts[0])
+    local = experts // wire.size
+
+    def routed(counts: Sequence[Sequence[int]], order: torch.Tensor, tokens: slice) -> Routed:
+        mine, first = counts[wire.rank], [0]
+        for count in mine:
+            first.append(first[-1] + count)
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        home = range(wire.rank * local, (wire.rank + 1) * local)
+        return Routed(plan_exchange(counts, sizes.caps), tokens, order, first, totals, home, k)
+
+    order = torch.sort(ids, stable=True)[1].to(torch.int32)
+    whole = routed(counts, order, slice(0, count))
+    if blocks == 1:
+        return Routing([whole], whole)
+    key = torch.arange(len(ids), device=ids.device, dtype=torch.int32) // (size * k) * (experts + 1) + ids
+    order = torch.sort(key, stable=True)[1].to(torch.int32)
+    by_block = wire.gather(_count(key, blocks * (experts + 1)))
+    parts = []
+    for b in range(blocks):
+        counts = [row[b * (experts + 1) : (b + 1) * (experts + 1) - 1] for row in by_block]
+        tokens = slice(min(b * size, count), min((b + 1) * size, count))
+        pairs = slice(tokens.start * k, tokens.stop * k)
+        parts.append(routed(counts, order[pairs] - tokens.start * k, tokens))
+    return Routing(parts, whole)
+
+
+def _count(ids: torch.Tensor, bins: int) -> torch.Tensor:
+    """Not `bincount`, which waits for an accelerator to know its size."""
+    ones = torch.ones_like(ids, dtype=torch.int64)
+    return ones.new_zeros(bins).scatter_add_(0, ids.to(torch.int64), ones)
+
+
+def _terms(
+    sizes: PipelineSizes, x: torch.Tensor, params: Sequence[torch.Tensor], trains: bool, experts: int, k: int
+) -> dict[str, int]:
+    caps = sizes.caps
+    return {
+        "dispatch.budget (in rows of a wave)": caps.rows,
+        "dispatch.budget (in bytes for lent experts)": caps.foreign,
+        "dispatch.overlap": caps.depth,
+        "dispatch.imbalance (in millionths)": int(min(caps.imbalance, 1e6) * 1e6),
+        "the hidden size": x.shape[1],
+        "the number of experts": experts,
+        "the slots of a token": k,
+        "bytes of an expert's weights": caps.weight_bytes,
+        "bytes of a number in the experts": params[0].element_size(),
+        "bytes of a number in the hidden states": x.element_size(),
+        "tokens of a block": sizes.token_block or 0,
+        "whether the experts need gradients": int(trains),
+    }
+
+
+def _check_terms(names: Sequence[str], found: Sequence[Sequence[int]]) -> None:
+    for name, values in zip(names, zip(*found, strict=True), strict=True):
+        if len(set(values)) > 1:
+            raise ValueError(
+                f"The ranks of the expert group differ in {name}: {list(values)}. Load the same model and give the"
+                " same config on every rank."
+            )
