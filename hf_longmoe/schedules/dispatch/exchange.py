@@ -17,7 +17,8 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from hf_longmoe.schedules.dispatch.placement import Placement, place
+from hf_longmoe.schedules.dispatch.lending import ForeignBytes, placements
+from hf_longmoe.schedules.dispatch.placement import Placement
 from hf_longmoe.schedules.dispatch.queues import Queues, first_pace
 
 __all__ = ["ExchangeCaps", "ExchangePlan", "plan_exchange"]
@@ -77,24 +78,19 @@ def plan_exchange(counts: np.ndarray, caps: ExchangeCaps) -> ExchangePlan:
         `ValueError`: counts of another shape or sign, P does not divide E, or `caps.rows` below P.
     """
     counts = _checked(counts, caps)
-    ranks, rows, most_sent = len(counts), counts.sum(0), int(counts.sum(1).max())
-    at_once = caps.foreign // (caps.weight_bytes + caps.gradient_bytes)  # foreign experts that fit whatever the waves
-    limit = counts.size if at_once else 0
-    for attempt in range(4):
-        placed = place(rows, ranks, imbalance=caps.imbalance, min_rows=caps.min_rows, limit=limit)
+    most_sent = int(counts.sum(1).max())
+
+    def bound(placed: Placement) -> int:
+        return -(-max(int(placed.load.max()), most_sent) // caps.rows)
+
+    foreign = ForeignBytes(caps.weight_bytes, caps.gradient_bytes, caps.depth)
+    limits = {"imbalance": caps.imbalance, "min_rows": caps.min_rows}
+    for placed in placements(counts.sum(0), len(counts), caps.foreign, foreign, bound, **limits):
         queues = Queues(counts, placed)
-        bound = -(-max(int(placed.load.max()), most_sent) // caps.rows)
-        if bound:
-            pace = first_pace(queues, bound, caps.rows)
-        else:
-            pace = np.zeros((1, ranks, ranks), dtype=np.int64)
-        plan = ExchangePlan(queues, pace, bound, caps)
-        peak = plan.foreign_peak()
-        if peak <= caps.foreign:
+        plan = ExchangePlan(queues, first_pace(queues, bound(placed), caps.rows), bound(placed), caps, foreign)
+        if plan.foreign_peak() <= caps.foreign:
             return plan
-        most = placed.most_foreign
-        limit = max(at_once, min(most - 1, most * caps.foreign // peak)) if attempt < 2 else at_once
-    raise AssertionError("the last placement holds by construction")
+    raise AssertionError("the last placement holds the cap whatever the waves are")
 
 
 def _checked(counts: np.ndarray, caps: ExchangeCaps) -> np.ndarray:
@@ -120,7 +116,9 @@ class ExchangePlan:
     A destination takes its experts in a fixed order of pieces. A source sends by destination, to each in that order.
     """
 
-    def __init__(self, queues: Queues, pace: np.ndarray, lower_bound: int, caps: ExchangeCaps) -> None:
+    def __init__(
+        self, queues: Queues, pace: np.ndarray, lower_bound: int, caps: ExchangeCaps, foreign: ForeignBytes
+    ) -> None:
         placed = queues.placed
         self._queues, self._pace, self._caps = queues, pace, caps
         self.num_waves: int = len(pace) - 1
@@ -131,7 +129,8 @@ class ExchangePlan:
         """Rows per destination."""
         self.native: list[int] = placed.native.tolist()
         """Rows per destination if nothing were lent."""
-        self._lent = _Lent(queues, pace)
+        self._lent = _Lent(placed, *queues.foreign_spans(pace))
+        self._peak = foreign.peak(placed, self._lent.first, self._lent.last, self.num_waves)
         self.moves: list[tuple[int, int]] = sorted((e, d) for d, e in self._lent.pairs(slice(None)))
         """(expert, destination) of every range that is lent."""
 
@@ -192,25 +191,8 @@ class ExchangePlan:
         return bool((self._lent.last == wave).any())
 
     def foreign_peak(self) -> int:
-        """
-        Bytes of foreign weights and gradients that the worst rank holds in the worst wave.
-
-        For an expert used from wave `first` to `last`: a helper holds its weights from first - depth to last and its
-        gradients from first to last + 1; its home holds a send buffer from first - depth to first and a receive buffer
-        from last to last + 1.
-        """
-        lent, waves = self._lent, self.num_waves
-        change = np.zeros((self.ranks, waves + 2), dtype=np.int64)
-        ahead = np.maximum(lent.first - self._caps.depth, 0)
-        for rank, size, start, stop in (
-            (lent.destination, self._caps.weight_bytes, ahead, lent.last),
-            (lent.destination, self._caps.gradient_bytes, lent.first, lent.last + 1),
-            (lent.home, self._caps.weight_bytes, ahead, lent.first),
-            (lent.home, self._caps.gradient_bytes, lent.last, lent.last + 1),
-        ):
-            np.add.at(change, (rank, start), size)
-            np.add.at(change, (rank, np.minimum(stop + 1, waves + 1)), -size)
-        return int(change.cumsum(1).max())
+        """Bytes of foreign weights and gradients that the worst rank holds in the worst wave; see `ForeignBytes`."""
+        return self._peak
 
     def digest(self) -> int:
         """63-bit hash of the waves and the caps, for ranks to compare before data moves."""
@@ -230,12 +212,9 @@ class ExchangePlan:
 class _Lent:
     """The lent ranges, by (destination, expert), and their first and last waves. int64 arrays."""
 
-    def __init__(self, queues: Queues, pace: np.ndarray) -> None:
-        placed: Placement = queues.placed
-        local = len(placed.rows_kept) // queues.ranks
+    def __init__(self, placed: Placement, first: np.ndarray, last: np.ndarray) -> None:
         self.expert, self.destination = placed.expert[placed.foreign], placed.destination[placed.foreign]
-        self.home = self.expert // local
-        self.first, self.last = queues.foreign_spans(pace)
+        self.home, self.first, self.last = placed.home, first, last
 
     def pairs(self, which: np.ndarray | slice) -> list[tuple[int, int]]:
         return list(zip(self.destination[which].tolist(), self.expert[which].tolist(), strict=True))

@@ -1,9 +1,9 @@
 """Which destination computes which rows: least-loaded placement. Integers only.
 
-An expert's rows, numbered 0 to its count, stay at its home up to some row; ranges from there to the end may be lent to
-ranks with fewer rows than the mean, each (expert, destination) at most once. No destination passes the mean by being
-lent rows, so the largest load never grows. Follows LLEP (arXiv 2601.17111) at capacity factor 1.0, with a limit on
-foreign experts.
+An expert's rows, numbered 0 to its count, stay at its home up to some row; ranges from there to the end are lent to
+ranks with room, each (expert, destination) at most once. Ranks with more rows than a capacity lend, others are lent
+rows up to it: so the largest load never grows. Follows LLEP (arXiv 2601.17111), whose capacity is the mean; a higher
+one lends fewer experts, which is how `lending.py` keeps to the bytes of foreign weights.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["Placement", "place"]
 @dataclass(frozen=True, eq=False)
 class Placement:
     """
-    Segments: rows `start` to `stop` of `expert`, computed at `destination`; none is empty.
+    n segments: rows `start` to `stop` of `expert`, computed at `destination`; none is empty. int64 arrays [n].
 
-    They are sorted by destination, and then by the order in which the destination takes them. All arrays are int64.
+    They are sorted by destination, and then by the order in which the destination takes them.
     """
 
     expert: np.ndarray
@@ -30,6 +30,8 @@ class Placement:
     stop: np.ndarray
     foreign: np.ndarray
     """Indices of the segments that are lent, by (destination, expert)."""
+    home: np.ndarray
+    """The home of each lent segment, in the order of `foreign`."""
     load: np.ndarray
     """[P] rows per destination."""
     native: np.ndarray
@@ -37,79 +39,77 @@ class Placement:
 
     @property
     def most_foreign(self) -> int:
-        """The most foreign experts that a rank has to do with, as a helper and as a home together."""
-        local = len(self.rows_kept) // len(self.load)
-        homes = self.expert[self.foreign] // local
-        ranks = np.concatenate([homes, self.destination[self.foreign]])
+        """The most lent segments that one rank has to do with, as a helper and as a home together."""
+        ranks = np.concatenate([self.home, self.destination[self.foreign]])
         return int(np.bincount(ranks, minlength=1).max())
 
-    rows_kept: np.ndarray
-    """[E] rows of each expert that stay at its home."""
+    def range_waves(self, waves: int) -> tuple[np.ndarray, np.ndarray]:
+        """First and last wave of each lent segment if every destination's order were cut into `waves` equal ranges."""
+        at, size = self.foreign, self.stop - self.start
+        start = (size.cumsum() - size)[at] - (self.load.cumsum() - self.load)[self.destination[at]]
+        scale = waves / self.load[self.destination[at]]
+        edges = np.ceil(np.stack([start + 1, start + size[at]]) * scale).astype(np.int64) - 1
+        first, last = np.clip(edges, 0, waves - 1)
+        return first, last
 
 
-def place(rows: np.ndarray, ranks: int, *, imbalance: float, min_rows: int, limit: int) -> Placement:
+def place(rows: np.ndarray, ranks: int, capacity: int, min_rows: int = 1) -> Placement:
     """
     Arguments:
         rows: int64 [E], rows of each expert over all sources.
         ranks: P, which divides E; expert e lives on rank e // (E // P).
-        imbalance: lend only where the largest native load is at least so many times the mean.
+        capacity: rows above which a rank lends, and up to which it is lent; at least the mean.
         min_rows: a lent range carries at least so many rows.
-        limit: foreign experts that one rank may have to do with, those it is lent and those it lends together.
     """
     local = len(rows) // ranks
     native = rows.reshape(ranks, local).sum(1)
-    lent = []
-    if limit > 0 and native.max() * ranks >= imbalance * native.sum():
-        lent = _lend(rows, native, min_rows, limit)
-    expert, destination, start, stop = np.array(lent, dtype=np.int64).reshape(-1, 4).T
+    lent = np.array(_lend(rows, native, capacity, min_rows), dtype=np.int64).reshape(-1, 4)
+    expert, destination, start, stop = lent.T
 
     kept, load = rows.copy(), native.copy()
     np.subtract.at(kept, expert, stop - start)
     np.subtract.at(load, expert // local, stop - start)
     np.add.at(load, destination, stop - start)
 
-    home = np.flatnonzero(kept)
-    stage = _stage(kept.reshape(ranks, local), destination).reshape(-1)[home]
-    columns = (
-        np.concatenate([home, expert]),
-        np.concatenate([home // local, destination]),
-        np.concatenate([np.zeros_like(home), start]),
-        np.concatenate([kept[home], stop]),
-    )
-    order = np.lexsort((columns[0], np.concatenate([stage, np.ones_like(expert)]), columns[1]))
-    expert, destination, start, stop = (column[order] for column in columns)
+    own = np.flatnonzero(kept)
+    columns = np.zeros((5, len(own) + len(lent)), dtype=np.int64)  # expert, stage, destination, start, stop
+    columns[[0, 2, 3, 4], len(own) :] = lent.T
+    columns[1, len(own) :] = 1
+    columns[0, : len(own)], columns[2, : len(own)], columns[4, : len(own)] = own, own // local, kept[own]
+    if len(lent):
+        columns[1, : len(own)] = _stage(kept.reshape(ranks, local), destination).reshape(-1)[own]
+        columns = columns[:, np.lexsort(columns[:3])]
+    expert, _, destination, start, stop = columns
     foreign = np.flatnonzero(expert // local != destination)
-    return Placement(expert, destination, start, stop, foreign, load, native, kept)
+    return Placement(expert, destination, start, stop, foreign, expert[foreign] // local, load, native)
 
 
-def _lend(rows: np.ndarray, native: np.ndarray, min_rows: int, limit: int) -> list[tuple[int, int, int, int]]:
+def _lend(rows: np.ndarray, native: np.ndarray, capacity: int, min_rows: int) -> list[tuple[int, int, int, int]]:
     """
     (expert, destination, start, stop) of every lent range: largest experts first, each to the least-loaded rank.
 
     A range ends where its expert's excess or its helper's room does, so an expert never comes to a helper twice.
     """
-    ranks = len(native)
-    local = len(rows) // ranks
-    mean = -(-int(native.sum()) // ranks)
-    excess = (native - mean).tolist()
+    local = len(rows) // len(native)
+    excess = (native - capacity).tolist()
+    if max(excess) <= 0:
+        return []
     helpers = [(e, rank) for rank, e in enumerate(excess) if e < 0]  # the most room first
     heapq.heapify(helpers)
-    used = [0] * ranks
-    hot = np.flatnonzero(np.repeat(native > mean, local) & (rows > 0))
+    hot = np.flatnonzero(np.repeat(native > capacity, local))
     hot = hot[np.argsort(-rows[hot], kind="stable")]
     lent = []
     for expert, stop in zip(hot.tolist(), rows[hot].tolist(), strict=True):
         home = expert // local
         left = min(stop, excess[home])
-        while left >= max(1, min_rows) and helpers and used[home] < limit:
+        while left >= max(min_rows, 1) and helpers:
             room, helper = helpers[0]
             take = min(left, -room)
             if take < min_rows:
                 return lent  # nobody has room for a range worth its weights
             lent.append((expert, helper, stop - take, stop))
             stop, left, excess[home] = stop - take, left - take, excess[home] - take
-            used[home], used[helper] = used[home] + 1, used[helper] + 1
-            if room + take and used[helper] < limit:
+            if room + take:
                 heapq.heapreplace(helpers, (room + take, helper))
             else:
                 heapq.heappop(helpers)

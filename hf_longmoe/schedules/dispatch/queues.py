@@ -136,9 +136,11 @@ def first_pace(queues: Queues, bound: int, limit: int) -> np.ndarray:
     the latter with single rows moved between waves, which holds for any routing.
 
     Arguments:
-        bound: waves that the largest load and the largest source need at least; at least 1.
+        bound: waves that the largest load and the largest source need at least; 0 if there are no rows.
         limit: rows that a rank may send, and may receive, in one wave.
     """
+    if not bound:
+        return np.zeros((1, queues.ranks, queues.ranks), dtype=np.int64)
     for pace in _paces(queues, bound):
         if _fits(pace, limit):
             break
