@@ -68,7 +68,7 @@ def replaced_schedules(model: nn.Module) -> Iterator[str]:
     """Names of patched modules whose `forward` somebody has replaced since; a wrapper around it does not count."""
     ours = {_experts_forward, _mlp_forward}
     for name, module in model.named_modules():
-        if "longmoe_schedule" in vars(module):
+        if "longmoe_schedule" in vars(module) and "longmoe_ep_forward" not in vars(module):
             forward = vars(module).get("forward")
             while forward is not None and getattr(forward, "__func__", forward) not in ours:
                 forward = getattr(forward, "__wrapped__", None)

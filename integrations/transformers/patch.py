@@ -15,6 +15,14 @@ from transformers.utils import logging
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
+from hf_longmoe.integrations.transformers.expert_parallel import (
+    ExpertSettings,
+    ep_note,
+    install,
+    is_expert_parallel,
+    uninstall,
+    why_not,
+)
 from hf_longmoe.integrations.transformers.experts import (
     block_of,
     is_experts,
@@ -137,7 +145,9 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         for handle in patch.handles:
             handle.remove()
         for module in target.modules():
-            if "longmoe_schedule" in vars(module):
+            if "longmoe_ep_forward" in vars(module):
+                uninstall(module)
+            elif "longmoe_schedule" in vars(module):
                 restore_forward(module)
         if patch.head is not None:
             restore_head(target)
@@ -156,7 +166,15 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
     dense: dict[str, tuple[nn.Module, bool]] = {}
     for name, module in experts.items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        if reason := why_left_alone(name, module):
+        if is_expert_parallel(module):
+            settings = ExpertSettings(config, family.output_saved_after)
+            ranks = model._mesh_manager.get_mesh("ep").size()
+            if reason := why_not(module, ranks):
+                patch.entries.append(Entry(name, "dispatch", None, reason))
+            else:
+                patch.entries.append(Entry(name, "dispatch", "PipelinedLLEP", ep_note(module, ranks, config)))
+                yield partial(install, model, module, settings)
+        elif reason := why_left_alone(name, module):
             patch.entries.append(Entry(name, "dispatch", None, reason))
         else:
             schedule = LocalDispatch(config.budget, family.output_saved_after)

@@ -85,6 +85,12 @@ def why_left_alone(name: str, module: nn.Module) -> str | None:
         return "an adapter wraps it; put adapters on other modules, or merge them first"
     if parametrize.is_parametrized(module):
         return "its weights are parametrized"
+    mesh = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), None)
+    if "forward" not in vars(module) and mesh is not None and "ep" in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"patch_model: {name} is divided over the ranks of an expert group, but no token reaches the others: the"
+            f' ep_plan needs "ep_dispatch_experts" for the module beside "grouped_gemm" for its parameters.'
+        )
     if "forward" in vars(module):
         return "something else replaced its forward (expert parallelism does)"
     params = dict(module.named_parameters())

@@ -2,7 +2,9 @@
 
 from hf_longmoe.schedules.dispatch.blocks import Block, GatedMLP, ModelKernel
 from hf_longmoe.schedules.dispatch.local import LocalDispatch, count_rows
+from hf_longmoe.schedules.dispatch.pipelined import PipelinedDispatch
 from hf_longmoe.schedules.dispatch.plan import MIN_ROWS, Segment, Wave, plan_waves, rows
+from hf_longmoe.schedules.dispatch.sizes import PipelineSizes, pipeline_sizes
 from hf_longmoe.schedules.dispatch.tokenwise import TokenTiles
 
 __all__ = [
@@ -11,10 +13,13 @@ __all__ = [
     "GatedMLP",
     "LocalDispatch",
     "ModelKernel",
+    "PipelineSizes",
+    "PipelinedDispatch",
     "Segment",
     "TokenTiles",
     "Wave",
     "count_rows",
+    "pipeline_sizes",
     "plan_waves",
     "rows",
 ]

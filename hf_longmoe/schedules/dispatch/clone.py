@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 
 from torch import nn
@@ -15,7 +14,8 @@ def bare_clone(module: nn.Module) -> nn.Module:
     The same children and parameters, without a `forward` set on the instance (the schedule itself may sit there) and
     without hooks: those belong to the one call of `module` that the schedule stands for, not to each of its parts.
     """
-    clone = copy.copy(module)
+    clone = object.__new__(type(module))  # not copy.copy: it would call FSDP2's __new__, which builds a module anew
+    vars(clone).update(vars(module))
     vars(clone).pop("forward", None)
     clone._parameters, clone._modules = dict(module._parameters), dict(module._modules)
     for name, value in vars(module).items():

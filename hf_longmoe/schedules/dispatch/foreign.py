@@ -1,4 +1,4 @@
-"""Experts that are lent to other ranks for some waves: their weights on the way there, their gradients on the way home."""
+"""Experts lent to other ranks for some waves: their weights on the way there, their gradients on the way home."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 One gather of counts tells every rank the whole plan (`exchange.py`): which rows go where in which wave. Then
 
-    forward   D0  D1 C0  D2 C1  ...      D: rows to the experts' ranks, C: outputs back; wave 0 is computed while D1 runs
+    forward   D0  D1 C0  D2 C1  ...      D: rows to the experts' ranks, C: outputs back; wave 0 computes while D1 runs
     backward  the same with [x | output gradient | routing weight] out and [gradient of x | of the weight] back
 
 A wave's buffers are gone before the one after the next arrives, so memory does not grow with tokens, ranks or skew.

@@ -1,0 +1,197 @@
+"""`ep_implementation="pipelined_llep"`: Transformers' expert parallelism on the pipelined schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import (
+    EpDispatchExpertsParallel,
+    EPImplementation,
+    EPImplementationInterface,
+)
+
+from hf_longmoe.config import DispatchConfig
+from hf_longmoe.integrations.transformers.experts import block_of, is_experts
+from hf_longmoe.schedules.dispatch import PipelinedDispatch, PipelineSizes, pipeline_sizes
+from hf_longmoe.schedules.dispatch.clone import bare_clone
+from hf_longmoe.schedules.dispatch.routing import Routing
+from hf_longmoe.schedules.wire import GroupWire
+from hf_longmoe.sizes import format_bytes
+
+__all__ = [
+    "NAME",
+    "ExpertSettings",
+    "PipelinedLLEP",
+    "ep_note",
+    "install",
+    "is_expert_parallel",
+    "sizes_of",
+    "uninstall",
+    "why_not",
+]
+
+NAME = "pipelined_llep"
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """What `patch_model` leaves on an experts module, as `longmoe_schedule`, for its `PipelinedLLEP` to follow."""
+
+    config: DispatchConfig
+    output_saved_after: bool = True
+
+
+class PipelinedLLEP(EPImplementation):
+    """
+    Expert parallelism whose memory does not depend on the routing: see `PipelinedDispatch`.
+
+    `from_pretrained(..., distributed_config=DistributedConfig(..., ep_implementation="pipelined_llep"))` installs it
+    with the default caps (or those of `LONGMOE_DISPATCH_*` in the environment); `patch_model` gives it others.
+
+    Raises:
+        `ValueError`: experts that do not go through Transformers' experts interface, or have parameters that are not
+            divided by expert; or a budget below a wave of a few rows. On every rank, at load.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+        self.wire = GroupWire(ep_mesh.get_group())
+        self.on_routing: Callable[[Routing], None] | None = None
+        self._checked_batch = False
+        reason = why_not(experts, self.wire.size)
+        if reason:
+            raise ValueError(f'ep_implementation="{NAME}": {type(experts).__name__} {reason}; use "all_to_all".')
+        sizes_of(experts, self.wire.size, _settings(experts).config)
+
+    @torch.compiler.disable
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        settings = _settings(self.experts)
+        block, params = block_of(self.experts, settings.config.kernel)
+        sizes = _sizes(settings.config, hidden_states.dtype, hidden_states.shape[-1], block, params, self.wire.size)
+        schedule = PipelinedDispatch(self.wire, sizes, settings.output_saved_after, self.on_routing)
+        tokens = hidden_states.shape[0]
+        if self.tp_mesh.size() > 1:
+            self._check_batch(top_k_index)
+            hidden_states, top_k_index, top_k_weights = (
+                DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
+                .redistribute(self.tp_mesh, [Shard(0)])
+                .to_local()
+                for t in (hidden_states, top_k_index, top_k_weights)
+            )
+        # The replay's function mode looks for the router's top-k; nothing in here is its business.
+        with torch._C.DisableTorchFunction():
+            output = schedule(hidden_states, top_k_index, top_k_weights, block, params)
+        if self.tp_mesh.size() == 1:
+            return output
+        shape = (tokens, output.shape[1])
+        output = DTensor.from_local(output, self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
+        return output.full_tensor()
+
+    def _check_batch(self, top_k_index: torch.Tensor) -> None:
+        """Each rank of a TP group computes a part of the batch they share: looks once whether they do share it."""
+        if self._checked_batch:
+            return
+        experts = self.num_local_experts * self.wire.size
+        counts = torch.zeros(experts + 1, dtype=torch.int64, device=top_k_index.device)
+        ids = top_k_index.reshape(-1).clamp(0, experts)
+        counts.scatter_add_(0, ids, torch.ones_like(ids))
+        first, *others = GroupWire(self.tp_mesh.get_group()).gather(counts)
+        for other in others:
+            # The same tokens may be routed a little differently where the ranks' sums round differently.
+            if sum(first) != sum(other) or 10 * sum(abs(a - b) for a, b in zip(first, other, strict=True)) > sum(
+                first
+            ):
+                raise ValueError(
+                    f"The {self.tp_mesh.size()} ranks of a tensor-parallel group were given different batches"
+                    f" ({[sum(row) // top_k_index.shape[-1] for row in (first, *others)]} tokens); give all of them"
+                    " the same one (a sampler over the data-parallel ranks only)."
+                )
+        self._checked_batch = True
+
+
+def why_not(experts: nn.Module, ranks: int) -> str | None:
+    """Why the experts cannot run on the pipelined schedule; `None` if they can."""
+    if not is_experts(experts):
+        return "does not go through Transformers' experts interface"
+    dtype = next(experts.parameters()).dtype
+    for name, param in experts.named_parameters():
+        count = _local_shape(param, ranks)[0]
+        if "." in name or count != experts.num_experts:
+            return f"has a parameter, {name}, that is not divided by expert"
+        if param.dtype != dtype:
+            return f"has parameters of different dtypes ({name} is {param.dtype})"
+    return None
+
+
+def sizes_of(experts: nn.Module, ranks: int, config: DispatchConfig) -> PipelineSizes:
+    """What the budget buys, before anything has run; raises as `pipeline_sizes` does."""
+    # Stand-ins of the shapes that the experts will have when they run: FSDP2 may hold less of them until then.
+    clone = bare_clone(experts)
+    for name, param in experts.named_parameters():
+        like = torch.empty(_local_shape(param, ranks), dtype=param.dtype, device="meta")
+        clone._parameters[name] = nn.Parameter(like, requires_grad=param.requires_grad)
+    block, params = block_of(clone, config.kernel)
+    hidden = clone.down_proj.shape[-1 if experts.is_transposed else -2]
+    return _sizes(config, params[0].dtype, hidden, block, params, ranks)
+
+
+def ep_note(experts: nn.Module, ranks: int, config: DispatchConfig) -> str:
+    """For the report: what a wave holds, and the bound that no routing passes."""
+    sizes = sizes_of(experts, ranks, config)
+    lent = sizes.caps.foreign // (sizes.caps.weight_bytes + sizes.caps.gradient_bytes)
+    lending = f"{lent} lent experts in flight" if lent else "nothing lent: half of the budget is below one expert"
+    return f"{sizes.caps.rows} rows a wave, {sizes.tile} a tile, {lending}; never above {format_bytes(sizes.bound)}"
+
+
+def _local_shape(param: torch.Tensor, ranks: int) -> tuple[int, ...]:
+    """The shape of a rank's part of a parameter, where FSDP2 has gathered it."""
+    if not isinstance(param, DTensor):
+        return tuple(param.shape)
+    return (param.shape[0] // ranks, *param.shape[1:])
+
+
+def _sizes(config: DispatchConfig, dtype: torch.dtype, hidden: int, block, params, ranks: int) -> PipelineSizes:
+    return pipeline_sizes(
+        config.budget, hidden, dtype, block, params, ranks, depth=config.overlap, imbalance=config.imbalance
+    )
+
+
+def _settings(experts: nn.Module) -> ExpertSettings:
+    return vars(experts).get("longmoe_schedule") or ExpertSettings(DispatchConfig())
+
+
+def is_expert_parallel(module: nn.Module) -> bool:
+    """Whether Transformers' expert parallelism has replaced the module's `forward`."""
+    forward = vars(module).get("forward")
+    return getattr(forward, "__qualname__", "").startswith(EpDispatchExpertsParallel.install_forward.__qualname__)
+
+
+def install(model: PreTrainedModel, experts: nn.Module, settings: ExpertSettings) -> None:
+    """Puts the schedule in the place of the implementation that the experts were loaded with."""
+    meshes = model._mesh_manager
+    experts.longmoe_ep_forward = vars(experts).pop("forward")
+    experts.longmoe_schedule = settings
+    try:
+        EpDispatchExpertsParallel().install_forward(
+            experts, meshes.get_mesh("ep"), tp_mesh=meshes.get_mesh("tp"), ep_implementation=NAME
+        )
+    except ValueError:
+        uninstall(experts)
+        raise
+
+
+def uninstall(experts: nn.Module) -> None:
+    experts.forward = vars(experts).pop("longmoe_ep_forward")
+    del experts.longmoe_schedule
+
+
+EPImplementationInterface.register(NAME, PipelinedLLEP)
