@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longmoe.integrations.transformers.experts import is_experts
+from hf_longmoe.integrations.transformers.experts import block_of, is_experts
 
 __all__ = ["DispatchModule", "dispatch_modules"]
 
@@ -37,8 +37,9 @@ class DispatchModule:
         """
         Bytes of a call with these arguments that the schedules leave out of their cap.
 
-        Experts: 24 a row; in half precision one expert's float32 gradients; and the gradient of an input that others
-        share, which is gone as soon as it is added to theirs, so that it does not look like something left behind.
+        Experts: 24 a row; in half precision one expert's float32 gradients; through the model's own kernel the weight
+        gradients that autograd returns (`ModelKernel.beside_rows`); and the gradient of an input that others share,
+        which is gone as soon as it is added to theirs, so that it does not look like something left behind.
         Shared experts and dense MLPs: one set of their gradients in float32.
         """
         parameters = list(self.module.parameters())
@@ -47,6 +48,9 @@ class DispatchModule:
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
         rows = sum(t.numel() for t in tensors if not t.is_floating_point())
         gradients = sum(4 * p[0].numel() for p in parameters if p.itemsize < 4 and p.dim() == 3)
+        if (schedule := vars(self.module).get("longmoe_schedule")) is not None:
+            block, params = block_of(self.module, self.module.longmoe_kernel)
+            gradients += block.beside_rows(params, schedule.budget)
         return 24 * rows + gradients + (tensors[0].nbytes if self.shares_input else 0)
 
 

@@ -127,6 +127,7 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     return handle
 
 
+@torch.compiler.disable
 def _note_beside_cap(handle: Watch, part: DispatchModule, _: nn.Module, args: Any) -> None:
     handle.beside_caps["dispatch"] = max(handle.beside_caps["dispatch"], part.beside_cap(args))
 

@@ -49,6 +49,9 @@ class Block(Protocol):
     def max_experts(self, params: Params, budget: int) -> int | None:
         """How many consecutive experts one wave may span, or `None` for any number."""
 
+    def beside_rows(self, params: Params, budget: int) -> int:
+        """Bytes that backward may hold beside the rows in flight, and so beside `budget`."""
+
     def forward(self, x: torch.Tensor, wave: Wave, params: Params) -> torch.Tensor:
         """Rows `x [r, H]`, which may be overwritten -> outputs `[r, H]`."""
 
@@ -88,6 +91,9 @@ class GatedMLP:
 
     def max_experts(self, params: Params, budget: int) -> int | None:
         return None
+
+    def beside_rows(self, params: Params, budget: int) -> int:
+        return 0
 
     def forward(self, x: torch.Tensor, wave: Wave, params: Params) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -164,7 +170,8 @@ class ModelKernel:
 
     A shallow clone of the experts module is run whose stacked parameters are narrowed to the experts of the wave, so
     that neither its time nor its gradients touch the others. Autograd returns the gradients of that range as a
-    temporary, beside the rows: a quarter of the budget bounds it (one expert at least).
+    temporary beside the rows, and so beside the budget: of as many experts as a quarter of the budget holds, and of
+    one however small the budget is. While it adds up a parameter's gradient there are two of that (`beside_rows`).
 
     Arguments:
         module: the experts module, called by its class as `forward(x [r, H], index [r, 1], weight [r, 1])`.
@@ -192,8 +199,16 @@ class ModelKernel:
     def max_experts(self, params: Params, budget: int) -> int | None:
         return max(1, budget // 4 // max(self._expert_bytes(params), 1))
 
+    def beside_rows(self, params: Params, budget: int) -> int:
+        experts = min(self.max_experts(params, budget), params[self.stacked.index(True)].shape[0])
+        return experts * (self._expert_bytes(params) + max(self._sizes(params)))
+
     def _expert_bytes(self, params: Params) -> int:
-        return sum(p[0].numel() * p.element_size() for p, stacked in zip(params, self.stacked, strict=True) if stacked)
+        return sum(self._sizes(params))
+
+    def _sizes(self, params: Params) -> list[int]:
+        """Bytes of one expert's part of each stacked parameter."""
+        return [p[0].numel() * p.element_size() for p, stacked in zip(params, self.stacked, strict=True) if stacked]
 
     def _narrow(self, wave: Wave, params: Params) -> list[torch.Tensor]:
         first, last = wave.experts[0], wave.experts[-1]

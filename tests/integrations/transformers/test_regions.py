@@ -294,6 +294,22 @@ def test_working_of_a_patched_model_is_what_its_caps_bound(family, dtype, probe)
     assert handle.beside_caps["vocab"] == 16 * 512
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_of_the_models_own_kernel_are_beside_the_cap(dtype):
+    """One expert's are more than a budget of a few rows."""
+    model, optimizer = mixtral("non-reentrant", dtype)
+    config = DispatchConfig(budget="32KiB", kernel="model")
+    patch_model(model, LongMoEConfig(dispatch=config, vocab=None))
+    ids = torch.randint(0, V, (1, 512))
+    with StorageProbe() as probe, watch(model, optimizer) as handle:
+        step(model, optimizer, ids)
+    working, rows = probe.report().components["dispatch"].working, 512 * K
+    one_expert = 3 * H * I * dtype.itemsize
+    wide = 3 * H * I * FLOAT if dtype != torch.float32 else 0
+    assert handle.beside_caps["dispatch"] == 24 * rows + wide + one_expert * 5 // 3
+    assert config.budget + 24 * rows + wide < working <= config.budget + handle.beside_caps["dispatch"]
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "granitemoe", "llama"])
 def test_other_families(family):
     model, optimizer = other_family(family)

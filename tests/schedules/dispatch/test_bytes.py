@@ -71,6 +71,29 @@ def test_the_budget_holds(kernel, route, rows):
     assert many >= 0.45 * budget  # and the budget is used: the bound says something
 
 
+@pytest.mark.parametrize("kernel", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(("rows", "tokens"), [(4, 100), (400, 600), (400, 400), (800, 1_600)])
+def test_the_models_own_kernel_holds_weight_gradients_beside_its_budget(kernel, rows, tokens):
+    """Waves that are full to the last row, of one expert and of several."""
+    experts = make(kernel)
+    params, block = tuple(experts.parameters()), block_of(experts, kernel)
+    budget = rows * block.bytes_per_row(H, params)
+    schedule = LocalDispatch(budget, output_saved_after=False)
+    x, g = torch.randn(tokens, H, requires_grad=True), torch.randn(tokens, H)
+    index = torch.full((tokens, K), 3) if tokens in (100, 600) else torch.arange(tokens * K).view(tokens, K) % E
+    w = torch.rand(tokens, K, requires_grad=True)
+
+    def step():
+        out = schedule(x, index, w, block, params)
+        return torch.autograd.grad(out, (x, w, *params), g), out
+
+    beyond = peak_beyond(step, x, x, *params)
+    one = sum(p[0].numel() * 4 for p in params)
+    most = block.beside_rows(params, budget)
+    assert one <= most <= max(2 * one, budget // 2)
+    assert budget < beyond <= budget + most + 24 * tokens * K
+
+
 def test_stock_needs_what_the_schedule_saves():
     """The comparison the bound is for: the stock path grows with the tokens."""
     experts = make("grouped_mm")
