@@ -19,6 +19,8 @@ from hf_longmoe.integrations.transformers.dispatch_modules import DispatchModule
 from hf_longmoe.peaks import component
 from hf_longmoe.peaks.region import made, pop, push, tag
 from hf_longmoe.peaks.storage import storages
+from hf_longmoe.schedules.numerics import autocast_dtype
+from hf_longmoe.schedules.vocab import beside_bytes
 
 __all__ = ["Watch", "watch"]
 
@@ -27,7 +29,7 @@ class Watch:
     """What `watch` has installed. `remove()` takes all of it off again; as a context manager it does so on exit."""
 
     def __init__(self) -> None:
-        # Bytes that caps leave aside: see DispatchModule.beside_cap; and 16 for each token of a loss.
+        # Bytes that caps leave aside: see DispatchModule.beside_cap and schedules.vocab.beside_bytes.
         self.beside_caps = {"dispatch": 0, "vocab": 0}
         self._undo: list[Callable[[], Any]] = []
         self._regions: list[Any] = []
@@ -196,11 +198,11 @@ def _watch_head(handle: Watch, model: PreTrainedModel, calls: list[_Call]) -> No
     head = model.get_output_embeddings()
     if head is None:
         return
+    tied = model.get_input_embeddings().weight is getattr(head, "weight", None)
     alone: list[Any] = []  # regions of heads that are called outside of the model's own forward
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        tokens = args[0].numel() // args[0].shape[-1]
-        handle.beside_caps["vocab"] = max(handle.beside_caps["vocab"], 16 * tokens)
+        handle.beside_caps["vocab"] = max(handle.beside_caps["vocab"], _beside_vocab(head, tied, args[0]))
         if not calls:
             alone.append(handle._push("vocab"))
         elif calls[-1].vocab is None:
@@ -243,6 +245,15 @@ def _watch_head(handle: Watch, model: PreTrainedModel, calls: list[_Call]) -> No
 
     model.loss_function = loss_function
     handle._undo.append(restore)
+
+
+@torch.compiler.disable
+def _beside_vocab(head: nn.Module, tied: bool, hidden: torch.Tensor) -> int:
+    tokens, weight = hidden.shape[:-1].numel(), getattr(head, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:  # no head that a cap bounds
+        return beside_bytes(tokens, 0, 0)
+    dtype = None if weight.dtype == torch.float64 else autocast_dtype(hidden.device)
+    return beside_bytes(tokens, *weight.shape, hidden=hidden.dtype, weight=weight.dtype, dtype=dtype, tied=tied)
 
 
 def _watch_checkpoint(handle: Watch, layer: GradientCheckpointingLayer) -> None:

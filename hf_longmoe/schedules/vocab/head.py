@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_longmoe.schedules.numerics import accumulation_dtype
+from hf_longmoe.schedules.numerics import accumulation_dtype, autocast_dtype
 from hf_longmoe.schedules.vocab.labels import ValidTokens
 from hf_longmoe.schedules.vocab.logits import LogitTransform
 from hf_longmoe.schedules.vocab.products import choose_products
@@ -22,10 +22,9 @@ def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
         `ValueError`: dtypes differ and no autocast reconciles them.
     """
     dtypes = [tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None]
-    device = hidden.device.type
-    # Autocast leaves float64 alone.
-    if torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
-        return torch.get_autocast_dtype(device)
+    autocast = autocast_dtype(hidden.device)
+    if autocast is not None and torch.float64 not in dtypes:  # which autocast leaves alone
+        return autocast
     if len(set(dtypes)) > 1:
         names = ", ".join(
             f"{name} {str(dtype).removeprefix('torch.')}"

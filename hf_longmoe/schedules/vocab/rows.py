@@ -7,11 +7,12 @@ import torch
 from hf_longmoe.schedules.numerics import accumulation_dtype
 from hf_longmoe.sizes import format_bytes, parse_bytes
 
-__all__ = ["SMALLEST_TILE", "tile_bytes", "tile_rows"]
+__all__ = ["SMALLEST_TILE", "beside_bytes", "tile_bytes", "tile_rows"]
 
 # Below this a tile is all overhead: every tile passes over the weight and its gradient once more.
 SMALLEST_TILE = 8
 _PER_ROW = 128  # maximum, sum, log-sum-exp, target logit, label, position ... of one token
+_PER_TOKEN = 16  # shifted label, position among the valid ones, loss
 
 
 def tile_bytes(
@@ -44,6 +45,36 @@ def tile_bytes(
     logit = wide * (2 if keep_logits else 1) + (dtype.itemsize if half else 0)
     row = vocab_size * logit + hidden_size * (dtype.itemsize + 2 * wide) + _PER_ROW
     return rows * row + (vocab_size * wide if bias else 0)
+
+
+def beside_bytes(
+    tokens: int,
+    vocab_size: int,
+    hidden_size: int,
+    *,
+    hidden: torch.dtype = torch.float32,
+    weight: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    tied: bool = False,
+) -> int:
+    """
+    Bytes that a training call holds at most beside its budget and its gradients in the accumulation dtype.
+
+    16 a token; and the largest of: in forward, under autocast, weight and bias cast to `dtype`; in backward, in half
+    precision, the gradient of the hidden states and then that of the weight, rounded beside what it is rounded from
+    (which is then dropped). The weight's counts only if it is tied: else it is the parameter's gradient from birth.
+
+    Arguments:
+        tokens: T, all tokens of the call.
+        hidden, weight: dtypes of the hidden states [T, H] and of the weight [V, H].
+        dtype: what enters the matrix products; the weight's if not given.
+        tied: whether another use adds to the weight's gradient.
+    """
+    dtype, wide = dtype or weight, accumulation_dtype(weight)
+    cast = vocab_size * (hidden_size + 1) * dtype.itemsize if dtype != weight else 0
+    dh = tokens * hidden_size * hidden.itemsize if hidden != wide else 0
+    dw = vocab_size * hidden_size * weight.itemsize if tied and weight != wide else 0
+    return _PER_TOKEN * tokens + max(cast, dh, dw)
 
 
 def tile_rows(

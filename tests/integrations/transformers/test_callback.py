@@ -19,8 +19,9 @@ from hf_longmoe.peaks.schema import PEAKS_SCHEMA
 V, S = 256, 64
 
 
-def mixtral():
+def mixtral(**options):
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=V)
+    sizes |= options
     config = AutoConfig.for_model(
         "mixtral", num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False, **sizes
     )
@@ -35,9 +36,8 @@ def dataset(rows=24):
 
 def trainer(folder, callbacks, model=None, cls=Trainer, **arguments):
     arguments = dict(max_steps=6, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True) | arguments
-    args = TrainingArguments(
-        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=1, dataloader_pin_memory=False, **arguments
-    )
+    arguments.setdefault("per_device_train_batch_size", 1)
+    args = TrainingArguments(output_dir=str(folder), use_cpu=True, dataloader_pin_memory=False, **arguments)
     model = mixtral() if model is None else model
     return cls(model=model, args=args, train_dataset=dataset(), eval_dataset=dataset(2), callbacks=callbacks)
 
@@ -235,6 +235,37 @@ def test_a_component_that_passes_its_cap_is_named_once(tmp_path, warnings):
     run.train()
     (text,) = [text for text in warnings() if "cap" in text]
     assert text.startswith("vocab has passed its cap: ") and "vocab.budget is 32 KiB (step 3)" in text
+
+
+HALVES = ["bf16", "bf16, tied", "autocast"]
+
+
+def half_run(folder, half):
+    """A hidden size at which one rounded dh, or the cast weight, is more than the budget."""
+    model = mixtral(hidden_size=128, tie_word_embeddings=half == "bf16, tied")
+    model = model if half == "autocast" else model.bfloat16()
+    patch_model(model, LongMoEConfig(vocab=VocabConfig(budget="32KiB"), dispatch=None))
+    arguments = dict(max_steps=3, per_device_train_batch_size=4, bf16=half == "autocast")
+    peaks = ComponentPeakCallback(every=1)
+    return trainer(folder, [peaks], model=model, **arguments), peaks
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_precision_within_its_cap_is_no_warning(tmp_path, warnings, half):
+    run, peaks = half_run(tmp_path, half)
+    run.train()
+    assert peaks.report.components["vocab"].working > (32 << 10) + 16 * 4 * S  # so what is left aside matters
+    assert not [text for text in warnings() if "cap" in text]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_precision_that_passes_its_cap_is_a_warning(tmp_path, warnings, half):
+    run, _ = half_run(tmp_path, half)
+    del run.model._loss_function, run.model.lm_head.forward
+    run.model.longmoe.head = None
+    run.train()
+    (text,) = [text for text in warnings() if "cap" in text]
+    assert text.startswith("vocab has passed its cap: ")
 
 
 def test_a_missing_matplotlib_is_one_line(tmp_path, monkeypatch, warnings):

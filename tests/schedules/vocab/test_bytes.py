@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from hf_longmoe.schedules.vocab import LogitTransform, linear_cross_entropy, tile_bytes, token_log_probs
+from hf_longmoe.schedules.vocab import (
+    LogitTransform,
+    beside_bytes,
+    linear_cross_entropy,
+    tile_bytes,
+    token_log_probs,
+)
 
 H, V = 32, 4096
 STATISTICS = 16  # bytes a token
@@ -91,6 +97,35 @@ def test_half_precision_adds_the_wide_gradients_and_nothing_else(dtype):
         wide = 4 * (tokens + V) * H
         peak = beyond_gradients(tokens, budget, dtype) + 2 * (tokens + V) * H
         assert peak <= wide + max(budget, 2 * tokens * H) + STATISTICS * tokens + 1024
+
+
+@pytest.mark.parametrize("tokens", [256, 2048])
+@pytest.mark.parametrize(
+    ("hidden", "weight"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
+def test_what_autocast_and_half_precision_hold_beside_the_budget(tokens, hidden, weight):
+    hidden, weight = getattr(torch, hidden), getattr(torch, weight)
+    h, w, labels = make(tokens)
+    h, w = h.detach().to(hidden).requires_grad_(), w.detach().to(weight).requires_grad_()
+    autocast = weight == torch.float32
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = linear_cross_entropy(h, w, labels, budget="1MiB")
+        loss.backward()
+
+    step()
+    h.grad = w.grad = None
+    peak, _ = peak_and_rest(step)
+    dtypes = {"hidden": hidden, "weight": weight, "dtype": torch.bfloat16}
+    beside = beside_bytes(tokens, V, H, **dtypes, tied=True)  # a profiler cannot tell whose dW is
+    gradients = 4 * (tokens + V) * H
+    assert peak <= gradients + (1 << 20) + beside
+    if autocast:
+        assert peak > gradients + (1 << 20)  # the cast weight: without it the bound would not hold
+    assert beside_bytes(tokens, V, H, **dtypes) == 16 * tokens + (
+        2 * V * (H + 1) if autocast else 2 * tokens * H  # here 2·T·H is less than the cast weight
+    )
 
 
 def test_a_frozen_head_needs_no_memory_for_its_gradient():
