@@ -3,6 +3,7 @@ Side by side with what it replaces.
 
     python -m benchmarks dispatch --json dispatch.json
     python -m benchmarks vocab --quick
+    python -m benchmarks expert_parallel --only "E 64"
 
 Prints a table; `--json` writes the numbers. Exit code 1: a case that must meet its limits missed one.
 """
@@ -21,8 +22,12 @@ from rich.console import Console
 from benchmarks.harness import cores, measure
 from benchmarks.report import environment, missed, table
 
-# Modules by name: each has `cases(quick)`. Only the one that is asked for is imported.
-BENCHMARKS = {"dispatch": "benchmarks.dispatch", "vocab": "benchmarks.vocab"}
+# Modules by name: each has `cases(quick)`, and may have THREADS. Only the one that is asked for is imported.
+BENCHMARKS = {
+    "dispatch": "benchmarks.dispatch",
+    "expert_parallel": "benchmarks.expert_parallel",
+    "vocab": "benchmarks.vocab",
+}
 PAIRS, QUICK_PAIRS = 9, 3
 
 
@@ -32,14 +37,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     parser.add_argument("--quick", action="store_true", help="small sizes, 3 pairs, no limits: that it runs, not how")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the cases with TEXT in their name")
-    parser.add_argument("--threads", type=int, default=cores(), metavar="N", help="torch's threads; default: cores")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="torch's threads in a process; default: cores, or 1 for several ranks"
+    )
     arguments = parser.parse_args(argv)
-    if arguments.threads < 1:
+    if arguments.threads is not None and arguments.threads < 1:
         parser.error(f"--threads {arguments.threads} must be at least 1")
     folder = arguments.json.absolute().parent if arguments.json else Path()
     if not folder.is_dir():
         parser.error(f"--json {arguments.json}: there is no folder {folder}; make it first")
-    known = importlib.import_module(BENCHMARKS[arguments.name]).cases(arguments.quick)
+    benchmark = importlib.import_module(BENCHMARKS[arguments.name])
+    threads = arguments.threads or getattr(benchmark, "THREADS", cores())
+    known = benchmark.cases(arguments.quick)
     chosen = [case for case in known if arguments.only in case.name]
     needed = {case.grows_from.case for case in chosen if case.grows_from}  # their peak is another's limit
     cases = [case for case in known if case in chosen or case.name in needed]
@@ -47,17 +56,16 @@ def main(argv: list[str] | None = None) -> int:
         names = "".join(f"\n  {case.name}" for case in known)
         parser.error(f"--only {arguments.only!r} is in no case's name; the cases are{names}")
 
-    result = {"name": arguments.name, "environment": environment(arguments.threads), "cases": []}
+    result = {"name": arguments.name, "environment": environment(threads), "cases": []}
     entries: dict[str, dict] = {}
     for case in cases:
         pairs = QUICK_PAIRS if arguments.quick else PAIRS
-        entries[case.name] = measure(case, entries, pairs, arguments.threads, _progress(case.name))
+        entries[case.name] = measure(case, entries, pairs, threads, _progress(case.name))
         result["cases"] = list(entries.values())
         if arguments.json:  # after each case: a run that is cut short keeps what it measured
             arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
-    console = Console()
-    console.print(table(result), width=max(console.width, 100))
+    Console(width=max(Console().width, 110)).print(table(result))
     complaints = [line for entry in result["cases"] if entry["gate"] for line in missed(entry)]
     for line in complaints:
         print(line, file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,8 @@ class Problem:
         upstream (`torch.Tensor`): the gradient of the output.
         baseline, ours (`Callable`): the forward, `() -> output`.
         reference (`Callable`): the whole step in float64, `() -> [output, *gradients]`, in the order of `given`.
+        backward (`bool`, defaults to `True`): `False`: the step is the forward alone, without autograd.
+        details (`Callable`, *optional*): more keys of the entry, asked for after a step of ours.
     """
 
     given: Sequence[torch.Tensor]
@@ -31,9 +33,12 @@ class Problem:
     baseline: Callable[[], torch.Tensor]
     ours: Callable[[], torch.Tensor]
     reference: Callable[[], list[torch.Tensor]]
+    backward: bool = True
+    details: Callable[[], dict[str, Any]] = dict
 
     def leaves(self) -> list[torch.Tensor]:
-        return [tensor for tensor in self.given if tensor.requires_grad]
+        """What gets a gradient."""
+        return [tensor for tensor in self.given if tensor.requires_grad and self.backward]
 
 
 class Sizes(Protocol):
@@ -42,7 +47,7 @@ class Sizes(Protocol):
     tokens: int
 
     def build(self) -> Problem:
-        """The problem, the same at every call."""
+        """The problem, the same at every call; that of this rank where a side is a group of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +58,23 @@ class Case:
     Arguments:
         name (`str`): sizes and budget included.
         sizes (`Sizes`): what is run.
-        limits (`dict[str, float]`): `peak_saved` at least, `cpu_ratio` and `peak_bytes` at most.
+        limits (`dict[str, float | str]`): `peak_saved` at least, any other key of the entry at most. A string is the
+            key that holds the limit.
         gate (`bool`, defaults to `False`): whether a missed limit fails the command.
         timed (`bool`, defaults to `True`): `False`: peaks and errors only; the ratios are `None`.
         grows_from (`Growth`, *optional*): adds a limit on `peak_bytes` from the peak of an earlier case.
+        ranks (`int`, defaults to 1): processes of a side. Several are a gloo group of torch.distributed.
+        steps (`int`, defaults to 1): timed together, where one step is too short to time.
     """
 
     name: str
     sizes: Sizes
-    limits: Mapping[str, float] = field(default_factory=dict)
+    limits: Mapping[str, float | str] = field(default_factory=dict)
     gate: bool = False
     timed: bool = True
     grows_from: Growth | None = None
+    ranks: int = 1
+    steps: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +98,11 @@ class Growth:
 
 
 def step(problem: Problem, side: str) -> torch.Tensor:
-    """Forward and backward; the gradients are left on the leaves."""
-    output = problem.baseline() if side == "baseline" else problem.ours()
-    output.backward(problem.upstream)
+    """Forward and, where the problem has it, backward; the gradients are left on the leaves."""
+    with torch.set_grad_enabled(problem.backward):
+        output = problem.baseline() if side == "baseline" else problem.ours()
+    if problem.backward:
+        output.backward(problem.upstream)
     return output
 
 

@@ -2,30 +2,29 @@
 Runs a case: each side in a fresh process of its own, step by step in turn.
 
 The peaks of a side by the operating system mean something only in a process that has done nothing else, and its CPU
-seconds only with an allocator that the other side has not warmed. So a side gets a process, forked from this one,
-which has imported everything and computed nothing. The two then alternate, baseline, ours, baseline, ours: what
-disturbs the machine for longer than a step disturbs both, and the median of the pairs' ratios drops what does not.
+seconds only with an allocator that the other side has not warmed. So a side gets a process (or one for each of its
+ranks), forked from this one, which has imported everything and computed nothing. The two then alternate, baseline,
+ours, baseline, ours: what disturbs the machine for longer than a step disturbs both, and the median of the pairs'
+ratios drops what does not.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import statistics
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from benchmarks.case import SIDES, Case, Problem, Sizes, clear, step
 from benchmarks.memory import Peaks, peaks
+from benchmarks.processes import processes, rank
 
 __all__ = ["cores", "measure"]
 
@@ -54,21 +53,21 @@ def measure(
         `RuntimeError`: a side failed, or its process died.
     """
     with tempfile.TemporaryDirectory() as folder:
-        exact = Path(folder) / "reference.pt"
+        exact = Path(folder)
         say("the step in float64")
-        with _process(case, "reference", threads) as reference:
+        with processes(case, "reference", threads) as reference:
             reference(_save_reference, exact)
-        with _process(case, "baseline", threads) as baseline, _process(case, "ours", threads) as ours:
+        with processes(case, "baseline", threads) as baseline, processes(case, "ours", threads) as ours:
             sides = dict(zip(SIDES, (baseline, ours), strict=True))
             found: dict[str, _Measured] = {}
             for name, side in sides.items():
                 side(_warm_up, name, case.sizes)
                 say(f"peaks and error, {name}")
-                found[name] = side(_measure_once, name, exact)
+                found[name] = _worst(side(_measure_once, name, exact))
             times = []
             for pair in range(pairs if case.timed else 0):
                 say(f"pair {pair + 1} of {pairs}")
-                times.append({name: side(_time_once, name) for name, side in sides.items()})
+                times.append({name: _slowest(side(_time, name, case.steps)) for name, side in sides.items()})
     return _entry(case, found, times, earlier)
 
 
@@ -76,11 +75,25 @@ def measure(
 class _Measured:
     peaks: Peaks
     error: float
+    details: dict[str, Any]
+
+
+def _worst(ranks: Sequence[_Measured]) -> _Measured:
+    """The highest of each peak, and the largest error."""
+    columns = zip(*(found.peaks for found in ranks), strict=True)
+    highest = Peaks(*(None if None in column else max(column) for column in columns))
+    return _Measured(highest, max(found.error for found in ranks), ranks[0].details)
+
+
+def _slowest(ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """CPU seconds of all ranks, and wall seconds of the slowest."""
+    cpu, wall = zip(*ranks, strict=True)
+    return sum(cpu), max(wall)
 
 
 def _entry(case: Case, found: dict[str, _Measured], times: list[dict], earlier: dict[str, dict]) -> dict[str, Any]:
     stock, own = found["baseline"].peaks, found["ours"].peaks
-    limits = dict(case.limits)
+    limits: dict[str, Any] = {}
     entry = {
         "case": case.name,
         "baseline_peak_bytes": stock.beyond,
@@ -103,7 +116,9 @@ def _entry(case: Case, found: dict[str, _Measured], times: list[dict], earlier: 
         "cpu_seconds": _median(times, "ours", 0),
         "baseline_wall_seconds": _median(times, "baseline", 1),
         "wall_seconds": _median(times, "ours", 1),
+        **found["ours"].details,
     }
+    limits.update((name, entry[limit] if isinstance(limit, str) else limit) for name, limit in case.limits.items())
     grows = case.grows_from
     if grows is not None:
         base = earlier[grows.case]["peak_bytes"]
@@ -121,8 +136,8 @@ def _median(times: list[dict], side: str, which: int) -> float | None:
 
 
 # -- in the side's own process ----------------------------------------------------------------------------------------
-def _save_reference(problem: Problem, path: Path) -> None:
-    torch.save(problem.reference(), path)
+def _save_reference(problem: Problem, folder: Path) -> None:
+    torch.save(problem.reference(), folder / f"{rank()}.pt")
 
 
 def _warm_up(problem: Problem, side: str, sizes: Sizes) -> None:
@@ -135,10 +150,10 @@ def _measure_once(problem: Problem, side: str, exact: Path) -> _Measured:
     leaves = problem.leaves()
     found, output = peaks(lambda: step(problem, side), [*problem.given, problem.upstream], leaves)
     results = [output.detach(), *(leaf.grad for leaf in leaves)]
-    wanted = torch.load(exact, mmap=True)
+    wanted = torch.load(exact / f"{rank()}.pt", mmap=True)
     error = max(_relative(result, want) for result, want in zip(results, wanted, strict=True))
     clear(problem)
-    return _Measured(found, error)
+    return _Measured(found, error, problem.details() if side == "ours" else {})
 
 
 def _relative(result: torch.Tensor, exact: torch.Tensor) -> float:
@@ -146,60 +161,13 @@ def _relative(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result.double() - exact).abs().max() / exact.abs().max())
 
 
-def _time_once(problem: Problem, side: str) -> tuple[float, float]:
-    """CPU seconds of all threads, and wall seconds."""
+def _time(problem: Problem, side: str, steps: int) -> tuple[float, float]:
+    """CPU seconds of all threads, and wall seconds, of one step."""
+    if distributed.is_initialized():
+        distributed.barrier()
     cpu, wall = time.process_time(), time.perf_counter()
-    output = step(problem, side)
-    seconds = time.process_time() - cpu, time.perf_counter() - wall
-    del output
-    clear(problem)
-    return seconds
-
-
-@contextlib.contextmanager
-def _process(case: Case, role: str, threads: int) -> Iterator[Callable]:
-    """A function that runs `function(problem, *arguments)` in a new process that has built the case's problem."""
-    # Fork: a second import of torch and transformers would take longer than a small case. No operator has run here.
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, here, case.sizes, threads), daemon=True)
-    process.start()
-    there.close()
-
-    def call(function: Callable, *arguments: Any) -> Any:
-        try:
-            here.send((function, arguments))
-            done, result = here.recv()
-        except (EOFError, BrokenPipeError):
-            process.join()
-            raise RuntimeError(
-                f"{case.name}: the process of {role} died with exit code {process.exitcode} "
-                "(-9 is the system's answer to too little memory)."
-            ) from None
-        if not done:
-            raise RuntimeError(f"{case.name}: {role} failed.\n{result}")
-        return result
-
-    try:
-        yield call
-    finally:
-        here.close()
-        process.join(timeout=10)
-        process.kill()
-
-
-def _serve(connection: Connection, parents: Connection, sizes: Sizes, threads: int) -> None:
-    parents.close()  # forked along; while it is open here, the parent's end of the pipe never closes
-    torch.set_num_threads(threads)
-    problem = None
-    while True:
-        try:
-            function, arguments = connection.recv()
-        except EOFError:
-            return
-        try:
-            problem = problem or sizes.build()
-            answer = True, function(problem, *arguments)
-        except Exception:
-            answer = False, traceback.format_exc()
-        connection.send(answer)
+    for _ in range(steps):
+        output = step(problem, side)
+        del output
+        clear(problem)
+    return (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
