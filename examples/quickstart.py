@@ -3,11 +3,13 @@ Long-context MoE training with the dispatch and vocabulary peaks bounded: the sa
 
     accelerate launch --config_file accelerate_configs/cpu_2proc.yaml examples/quickstart.py
     python examples/quickstart.py --seq_len 8192 --vocab_budget 32MiB
+    accelerate launch --config_file accelerate_configs/cpu_2proc_ep.yaml examples/quickstart.py --expert_parallel
 
 Trains a few stock steps, then the same steps on the same data from the same seed with `patch_model`. Prints both loss
 curves, which must agree to rounding (else the exit code is 1), and the peaks of each component, before and after.
 Leaves `peaks.json` and `peaks.png` in the output folder. Needs no network: the default model is a small Mixtral made
-from its config, and the default text is the Python standard library's own sources.
+from its config, and the default text is the Python standard library's own sources. With `--expert_parallel` the model
+is sharded (FSDP2) and its experts are divided over the processes: Transformers' all-to-all against PipelinedLLEP.
 """
 
 from __future__ import annotations
@@ -36,8 +38,16 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.distributed import DistributedConfig
 
-from hf_longmoe import ComponentPeakCallback, DispatchConfig, LongMoEConfig, VocabConfig, patch_model
+from hf_longmoe import (
+    ComponentPeakCallback,
+    DispatchConfig,
+    LongMoEConfig,
+    VocabConfig,
+    patch_model,
+    unpatch_model,
+)
 from hf_longmoe.peaks import PeakReport, save_reports
 from hf_longmoe.peaks.plot import plot_reports
 from hf_longmoe.peaks.table import print_reports
@@ -66,6 +76,7 @@ class QuickstartArguments:
     learning_rate: float = field(default=1e-3, metadata={"help": "Constant; AdamW."})
     output_dir: str = field(default="runs/quickstart", metadata={"help": "Tokenizer, peaks.json, peaks.png."})
     seed: int = field(default=0, metadata={"help": "Of the weights and of the order of the data."})
+    expert_parallel: bool = field(default=False, metadata={"help": "Divide the experts over the processes (FSDP2)."})
     use_cpu: bool = field(default=False, metadata={"help": "Leave accelerators alone; implied if there are too few."})
 
 
@@ -90,9 +101,9 @@ def main() -> None:
     longmoe_config, dataset = one_line_errors(training, lambda: prepare(arguments, training))
 
     losses, reports = {}, {}
-    losses["stock"], reports["stock"] = train(build_model(arguments), training, dataset, "stock")
+    losses["stock"], reports["stock"] = train(load(arguments, training, "all_to_all"), training, dataset, "stock")
     gc.collect()  # the Trainer and its model refer to each other: the first run's memory would stay for the second
-    model = patch_model(build_model(arguments), longmoe_config)
+    model = patch_model(load(arguments, training, "pipelined_llep"), longmoe_config)
     losses["patched"], reports["patched"] = train(model, training, dataset, "patched")
 
     differences = [abs(a - b) for a, b in zip(losses["stock"], losses["patched"], strict=True)]
@@ -133,6 +144,10 @@ def one_line_errors(training: TrainingArguments, setup: Callable[[], Result]) ->
 
 def prepare(arguments: QuickstartArguments, training: TrainingArguments) -> tuple[LongMoEConfig, Dataset]:
     """All that can be refused is refused here, the cheapest first."""
+    if arguments.expert_parallel and training.world_size < 2:
+        raise ValueError(
+            "expert_parallel=True needs several processes; launch with accelerate_configs/cpu_2proc_ep.yaml."
+        )
     for name in ("steps", "seq_len"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"{name}={getattr(arguments, name)} must be at least 1.")
@@ -148,7 +163,9 @@ def prepare(arguments: QuickstartArguments, training: TrainingArguments) -> tupl
     check_vocabulary(tokenizer, vocab_size)
     batch_size = training.train_batch_size * training.world_size
     dataset = pack(read_documents(*source), tokenizer, arguments.seq_len, arguments.steps, batch_size)
-    patch_model(build_model(arguments), longmoe_config)  # to check the budgets; the runs build their own
+    model = patch_model(build_model(arguments), longmoe_config)  # to check the budgets; the runs build their own
+    if arguments.expert_parallel and arguments.model_name_or_path is None and training.process_index == 0:
+        unpatch_model(model).save_pretrained(built_in_folder(arguments))  # a model is sharded when it is loaded
     return longmoe_config, dataset
 
 
@@ -176,6 +193,24 @@ def build_model(arguments: QuickstartArguments) -> PreTrainedModel:
     if arguments.model_name_or_path is None:
         return AutoModelForCausalLM.from_config(model_config(arguments))
     return AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=torch.float32)
+
+
+def built_in_folder(arguments: QuickstartArguments) -> str:
+    return os.path.join(arguments.output_dir, "model")
+
+
+def load(arguments: QuickstartArguments, training: TrainingArguments, ep_implementation: str) -> PreTrainedModel:
+    """The model of a run."""
+    if not arguments.expert_parallel:
+        return build_model(arguments)
+    distributed_config = DistributedConfig(
+        fsdp_size=training.world_size, ep_size=training.world_size, ep_implementation=ep_implementation
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        arguments.model_name_or_path or built_in_folder(arguments),
+        dtype=torch.float32,
+        distributed_config=distributed_config,
+    )
 
 
 def train(

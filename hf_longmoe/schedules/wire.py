@@ -13,6 +13,8 @@ from torch import distributed
 __all__ = ["GroupWire", "PeerError", "Pending", "Wire"]
 
 _FAILED = "hf_longmoe/failed"  # in the group's own store: the message of the rank that failed first
+# Its name up to torch 2.12.
+_all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)
 _LOOK_EVERY = 0.5  # seconds, while waiting, between two looks for that message
 
 
@@ -76,7 +78,7 @@ class GroupWire:
 
     def gather(self, row: torch.Tensor) -> list[list[int]]:
         rows = row.new_empty(self.size * len(row))
-        self._await(distributed.all_gather_into_tensor(rows, row.contiguous(), group=self.group, async_op=True))
+        self._await(_all_gather(rows, row.contiguous(), group=self.group, async_op=True))
         self.sent_bytes += row.nbytes * (self.size - 1)
         return rows.view(self.size, -1).tolist()
 

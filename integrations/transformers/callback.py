@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import weakref
@@ -17,6 +18,14 @@ from transformers.utils import logging
 
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.regions import watch
+from hf_longmoe.integrations.transformers.traffic import (
+    LayerTraffic,
+    Traffic,
+    as_json,
+    log_entries,
+    over_ranks,
+    summary,
+)
 from hf_longmoe.peaks import PeakReport, StorageProbe, save_reports
 from hf_longmoe.peaks.allocator import AllocatorProbe, has_allocator
 from hf_longmoe.peaks.plot import plot_reports
@@ -39,6 +48,9 @@ class ComponentPeakCallback(TrainerCallback):
     writes `peaks.json`, and `peaks.png` where matplotlib is installed. For a model that `patch_model` has patched it
     also names the component nearest its cap, and warns once when one passes its cap. DDP's own gradient buckets,
     allocated before, are not seen on CPU.
+
+    Of experts on the pipelined schedule it logs `experts/...`: waves, largest rows received and sent, imbalance, lent
+    weights; `experts.json` has them by step and layer.
 
     Arguments:
         every (`int`, defaults to 10): log (on CPU: measure) one step in so many.
@@ -64,12 +76,13 @@ class ComponentPeakCallback(TrainerCallback):
         self._open = contextlib.ExitStack()
         self._probe: StorageProbe | AllocatorProbe | None = None
         self._pending: list[PeakReport] = []
+        self._steps: dict[int, dict[str, LayerTraffic]] = {}
 
     # -- events ------------------------------------------------------------------------------------------------------
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self._close()
         self._disarm()  # still armed where another callback's on_epoch_begin raised
-        self.report, self._pending, self._warned = None, [], set()
+        self.report, self._pending, self._warned, self._steps = None, [], set(), {}
         self._start, self._first = state.global_step, min(self.first, max(1, state.max_steps - state.global_step))
         trainer = _calling_trainer(self)
         if trainer is None:
@@ -93,6 +106,7 @@ class ComponentPeakCallback(TrainerCallback):
             self._probe = AllocatorProbe(device=args.device) if allocator else StorageProbe(args.device)
             self._open.enter_context(self._probe)
             self._watch = self._open.enter_context(watch(trainer.model, trainer.optimizer))
+            self._traffic = self._open.enter_context(Traffic(trainer.model))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if self._probe is None:
@@ -106,7 +120,9 @@ class ComponentPeakCallback(TrainerCallback):
         report = self._gather(args)
         self._check_caps(report, trainer, state)
         logs = {f"peak/{name}_MiB": _mib(report.components[name].peak) for name in shown_components(report)}
-        return _log(trainer, {**logs, "peak/total_MiB": _mib(report.total)}, control)
+        self._steps[state.global_step] = over_ranks(self._traffic.layers, args.device)
+        logs |= {"peak/total_MiB": _mib(report.total), **log_entries(self._steps[state.global_step])}
+        return _log(trainer, logs, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         self._close()
@@ -125,6 +141,10 @@ class ComponentPeakCallback(TrainerCallback):
             print(f"Nearest its cap: {nearest}, {working} of {cap}.")
         folder = args.output_dir if self.output_dir is None else self.output_dir
         os.makedirs(folder, exist_ok=True)
+        if any(self._steps.values()):
+            print(summary(self._steps.values()))
+            with open(os.path.join(folder, "experts.json"), "w", encoding="utf-8") as file:
+                json.dump({str(step): as_json(layers) for step, layers in self._steps.items()}, file, indent=1)
         save_reports(os.path.join(folder, "peaks.json"), {"this run": self.report})
         try:
             plot_reports(os.path.join(folder, "peaks.png"), {"this run": self.report})

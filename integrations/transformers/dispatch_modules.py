@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longmoe.integrations.transformers.expert_parallel import pipelined
 from hf_longmoe.integrations.transformers.experts import block_of, is_experts
 
 __all__ = ["DispatchModule", "dispatch_modules"]
@@ -48,7 +49,9 @@ class DispatchModule:
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
         rows = sum(t.numel() for t in tensors if not t.is_floating_point())
         gradients = sum(4 * p[0].numel() for p in parameters if p.itemsize < 4 and p.dim() == 3)
-        if (schedule := vars(self.module).get("longmoe_schedule")) is not None:
+        if (exchange := pipelined(self.module)) is not None:
+            gradients = exchange.beside_budget()
+        elif (schedule := vars(self.module).get("longmoe_schedule")) is not None:
             block, params = block_of(self.module, self.module.longmoe_kernel)
             gradients += block.beside_rows(params, schedule.budget)
         return 24 * rows + gradients + (tensors[0].nbytes if self.shares_input else 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,6 @@ from hf_longmoe.config import DispatchConfig
 from hf_longmoe.integrations.transformers.experts import block_of, is_experts
 from hf_longmoe.schedules.dispatch import PipelinedDispatch, PipelineSizes, pipeline_sizes
 from hf_longmoe.schedules.dispatch.clone import bare_clone
-from hf_longmoe.schedules.dispatch.routing import Routing
 from hf_longmoe.schedules.wire import GroupWire
 from hf_longmoe.sizes import format_bytes
 
@@ -31,6 +29,7 @@ __all__ = [
     "ep_note",
     "install",
     "is_expert_parallel",
+    "pipelined",
     "sizes_of",
     "uninstall",
     "why_not",
@@ -63,21 +62,25 @@ class PipelinedLLEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.wire = GroupWire(ep_mesh.get_group())
-        self.on_routing: Callable[[Routing], None] | None = None
         self._checked_batch = False
         reason = why_not(experts, self.wire.size)
         if reason:
             raise ValueError(f'ep_implementation="{NAME}": {type(experts).__name__} {reason}; use "all_to_all".')
         sizes_of(experts, self.wire.size, _settings(experts).config)
 
+    def beside_budget(self) -> int:
+        """Bytes that the bound is above the budget."""
+        config = _settings(self.experts).config
+        return sizes_of(self.experts, self.wire.size, config).bound - config.budget
+
     @torch.compiler.disable
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        settings = _settings(self.experts)
+        settings, listener = _settings(self.experts), vars(self.experts).get("longmoe_on_routing")
         block, params = block_of(self.experts, settings.config.kernel)
         sizes = _sizes(settings.config, hidden_states.dtype, hidden_states.shape[-1], block, params, self.wire.size)
-        schedule = PipelinedDispatch(self.wire, sizes, settings.output_saved_after, self.on_routing)
+        schedule = PipelinedDispatch(self.wire, sizes, settings.output_saved_after, listener)
         tokens = hidden_states.shape[0]
         if self.tp_mesh.size() > 1:
             self._check_batch(top_k_index)
@@ -173,6 +176,12 @@ def is_expert_parallel(module: nn.Module) -> bool:
     """Whether Transformers' expert parallelism has replaced the module's `forward`."""
     forward = vars(module).get("forward")
     return getattr(forward, "__qualname__", "").startswith(EpDispatchExpertsParallel.install_forward.__qualname__)
+
+
+def pipelined(module: nn.Module) -> PipelinedLLEP | None:
+    """What runs the module on the pipelined schedule, if it does: loaded with it, or patched."""
+    cells = vars(module)["forward"].__closure__ if is_expert_parallel(module) else ()
+    return next((c.cell_contents for c in cells if isinstance(c.cell_contents, PipelinedLLEP)), None)
 
 
 def install(model: PreTrainedModel, experts: nn.Module, settings: ExpertSettings) -> None:

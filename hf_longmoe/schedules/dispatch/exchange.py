@@ -130,39 +130,45 @@ class ExchangePlan:
         self.native: list[int] = placed.native.tolist()
         """Rows per destination if nothing were lent."""
         self._lent = _Lent(placed, *queues.foreign_spans(pace))
+        self._sent: dict[int, list[list[tuple]]] = {}
+        self._received: dict[int, list[list[tuple]]] = {}
         self._peak = foreign.peak(placed, self._lent.first, self._lent.last, self.num_waves)
         self.moves: list[tuple[int, int]] = sorted((e, d) for d, e in self._lent.pairs(slice(None)))
         """(expert, destination) of every range that is lent."""
 
     def sends(self, rank: int, wave: int) -> list[tuple[int, int, int]]:
         """(expert, start, stop): the rank's own rows of that expert, in sending order; no range is empty."""
-        q = self._queues
-        gone = self._between(wave)[:, q.placed.destination, rank] - q.before[:, rank]
-        start, stop = np.minimum(np.maximum(gone, 0), q.own[:, rank])
-        at = np.flatnonzero(start < stop)
-        begin = q.begin[at, rank]
-        columns = q.placed.expert[at], begin + start[at], begin + stop[at]
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        self._check(wave)
+        if rank not in self._sent:
+            q = self._queues
+            gone = self._pace[:, q.placed.destination, rank] - q.before[:, rank]
+            gone = np.minimum(np.maximum(gone, 0), q.own[:, rank])
+            waves, at = np.nonzero(gone[:-1] < gone[1:])
+            columns = q.placed.expert[at], q.begin[at, rank] + gone[waves, at], q.begin[at, rank] + gone[waves + 1, at]
+            self._sent[rank] = self._by_wave(waves, *columns)
+        return list(self._sent[rank][wave])
 
     def send_splits(self, rank: int, wave: int) -> list[int]:
         """Rows to each destination."""
-        before, after = self._between(wave)[:, :, rank]
-        return (after - before).tolist()
+        self._check(wave)
+        return (self._pace[wave + 1, :, rank] - self._pace[wave, :, rank]).tolist()
 
     def receives(self, rank: int, wave: int) -> list[tuple[int, list[int]]]:
         """(expert, rows from each source) of each piece, in order. The received buffer is laid out [source][piece]."""
-        q = self._queues
-        mine = slice(q.edge[rank], q.edge[rank + 1])
-        gone = self._between(wave)[:, rank, None] - q.before[mine]
-        start, stop = np.minimum(np.maximum(gone, 0), q.own[mine])
-        rows = stop - start
-        at = np.flatnonzero(rows.any(1))
-        return list(zip(q.placed.expert[mine][at].tolist(), rows[at].tolist(), strict=True))
+        self._check(wave)
+        if rank not in self._received:
+            q = self._queues
+            mine = slice(q.edge[rank], q.edge[rank + 1])
+            gone = self._pace[:, rank, None] - q.before[mine]
+            rows = np.diff(np.minimum(np.maximum(gone, 0), q.own[mine]), axis=0)
+            waves, at = np.nonzero(rows.any(2))
+            self._received[rank] = self._by_wave(waves, q.placed.expert[mine][at], rows[waves, at])
+        return list(self._received[rank][wave])
 
     def receive_splits(self, rank: int, wave: int) -> list[int]:
         """Rows from each source."""
-        before, after = self._between(wave)[:, rank]
-        return (after - before).tolist()
+        self._check(wave)
+        return (self._pace[wave + 1, rank] - self._pace[wave, rank]).tolist()
 
     def fetches(self, rank: int, wave: int) -> list[int]:
         """Foreign experts that this destination uses first in this wave, ascending."""
@@ -194,6 +200,21 @@ class ExchangePlan:
         """Bytes of foreign weights and gradients that the worst rank holds in the worst wave; see `ForeignBytes`."""
         return self._peak
 
+    @property
+    def caps(self) -> ExchangeCaps:
+        """What the plan was made for."""
+        return self._caps
+
+    @property
+    def largest_receive(self) -> int:
+        """Rows, of the worst rank and wave."""
+        return int(np.diff(self._pace, axis=0).sum(2).max(initial=0))
+
+    @property
+    def largest_send(self) -> int:
+        """Rows, of the worst rank and wave."""
+        return int(np.diff(self._pace, axis=0).sum(1).max(initial=0))
+
     def digest(self) -> int:
         """63-bit hash of the waves and the caps, for ranks to compare before data moves."""
         q = self._queues
@@ -202,11 +223,15 @@ class ExchangePlan:
             content.update(np.ascontiguousarray(array, dtype="<i8"))
         return int.from_bytes(content.digest(), "little") >> 1
 
-    def _between(self, wave: int) -> np.ndarray:
-        """[2, P, P] the pace before and after a wave."""
+    def _check(self, wave: int) -> None:
         if not 0 <= wave < self.num_waves:
             raise IndexError(f"wave={wave}: the plan has waves 0 to {self.num_waves - 1}.")
-        return self._pace[wave : wave + 2]
+
+    def _by_wave(self, waves: np.ndarray, *columns: np.ndarray) -> list[list[tuple]]:
+        """The rows of `columns` as tuples, in a list for each wave; `waves`: the wave of each row, ascending."""
+        rows = list(zip(*(column.tolist() for column in columns), strict=True))
+        edges = np.searchsorted(waves, np.arange(self.num_waves + 1)).tolist()
+        return [rows[start:stop] for start, stop in zip(edges[:-1], edges[1:], strict=True)]
 
 
 class _Lent:

@@ -85,20 +85,22 @@ def pipeline_sizes(
     if span is not None:  # the model's own kernel: the gradients of a tile's experts, as a temporary
         free -= free // 4
     least = max(ranks, MIN_ROWS)
+    smallest = least * wire + MIN_ROWS * compute
     unit = weight_bytes + gradient_bytes
     foreign = min(free // 2, _LENT * unit)
-    if foreign < unit or (free - foreign) // (wire + compute) < least:
+    if foreign < unit or free - foreign < smallest:
         foreign = 0
     free -= foreign
-    rows = max(free // (wire + compute), free // 2 // wire)
-    tile = min(rows, (free - rows * wire) // compute)
-    if rows < least or tile < MIN_ROWS:
-        needed = least * (wire + compute) * (2 if half else 1)
+    if free < smallest:
+        needed = smallest * (2 if half else 1)
         needed = -(-needed * 4 // 3) + 4 if span is not None else needed
         raise ValueError(
             f"dispatch.budget={budget} bytes is below one wave of {least} rows on {ranks} ranks; a row takes"
             f" {wire + compute} bytes here, so give at least {needed}."
         )
+    # As many as are computed at once; where computing one takes more, half of the bytes, so that waves stay few.
+    rows = max(free // (wire + compute), min(max(free // 2 // wire, least), (free - MIN_ROWS * compute) // wire))
+    tile = min(rows, (free - rows * wire) // compute)
     caps = ExchangeCaps(
         rows=rows,
         foreign=foreign,
@@ -110,4 +112,5 @@ def pipeline_sizes(
     )
     max_open = _OPEN if params[0].dtype != accumulation_dtype(params[0].dtype) else None
     token_block = max(1, budget // 2 // (hidden * total.itemsize)) if half else None
-    return PipelineSizes(caps, tile, span, token_block, max_open, budget + (max_open or 0) * gradient_bytes)
+    beside = (max_open or 0) * gradient_bytes + block.beside_rows(params, budget // 2 if half else budget)
+    return PipelineSizes(caps, tile, span, token_block, max_open, budget + beside)
