@@ -43,16 +43,13 @@ class ForeignBytes:
             return 0
         helper, home = placed.destination[placed.foreign], placed.home
         ahead, after = np.maximum(first - self.depth, 0), last + 2
-        change = np.zeros((len(placed.load), waves + 2), dtype=np.int64)
-        for ranks, size, start, stop in (
-            (helper, self.weights, ahead, last + 1),
-            (helper, self.gradients, first, after),
-            (home, self.weights, ahead, first + 1),
-            (home, self.gradients, last, after),
-        ):
-            np.add.at(change, (ranks, start), size)
-            np.add.at(change, (ranks, stop), -size)
-        return int(change.cumsum(1).max())
+        ranks = np.concatenate([helper, helper, home, home])
+        start = np.concatenate([ahead, first, ahead, last])
+        stop = np.concatenate([last + 1, after, first + 1, after])
+        size = np.repeat([self.weights, self.gradients] * 2, len(first))
+        at = ranks * (waves + 2) + np.stack([start, stop])
+        change = np.bincount(at.reshape(-1), np.concatenate([size, -size]), len(placed.load) * (waves + 2))
+        return int(change.reshape(-1, waves + 2).cumsum(1).max())
 
 
 def placements(

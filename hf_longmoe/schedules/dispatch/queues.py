@@ -8,8 +8,6 @@ What is left to choose is a pace that keeps every rank's rows of every wave unde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from hf_longmoe.schedules.dispatch.placement import Placement
@@ -75,13 +73,21 @@ class Queues:
         self.begin, self.own = np.zeros_like(c), c.copy()
         partial = np.flatnonzero(placed.stop - placed.start < c.sum(1))
         edges = np.concatenate([placed.start[partial], placed.stop[partial]])
-        begin, end = np.split(prefixes(c[np.tile(partial, 2)], edges), 2)
+        begin, end = np.split(self._prefixes(placed.expert[np.tile(partial, 2)], edges), 2)
         self.begin[partial], self.own[partial] = begin, end - begin
         ends = np.concatenate([np.zeros((1, self.ranks), dtype=np.int64), self.own.cumsum(0)])
         edge = np.searchsorted(placed.destination, np.arange(self.ranks + 1))
         self.before = ends[:-1] - ends[edge[:-1]][placed.destination]
         self.lengths = ends[edge[1:]] - ends[edge[:-1]]
         self.edge = edge.tolist()
+
+    def _prefixes(self, expert: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """`prefixes` of some experts. Their cells begin at different sources, so that roundings cancel."""
+        local = len(self.columns) // self.ranks
+        turn = (expert // local + expert % local)[:, None]
+        rank = np.arange(self.ranks)
+        turned = prefixes(np.take_along_axis(self.columns[expert], (rank + turn) % self.ranks, 1), rows)
+        return np.take_along_axis(turned, (rank - turn) % self.ranks, 1)
 
     def by_ranges(self, waves: int) -> np.ndarray:
         """
@@ -98,7 +104,7 @@ class Queues:
         at = (load // waves * step + load % waves * step // waves) + (placed.load.cumsum() - placed.load)[active]
         segment = np.searchsorted(ends, at.reshape(-1), side="right")
         rows = at.reshape(-1) - (ends - size)[segment] + placed.start[segment]
-        cut = prefixes(self.columns[placed.expert[segment]], rows) - self.begin[segment] + self.before[segment]
+        cut = self._prefixes(placed.expert[segment], rows) - self.begin[segment] + self.before[segment]
         pace = np.zeros((waves + 1, self.ranks, self.ranks), dtype=np.int64)
         pace[1:-1, active] = cut.reshape(waves - 1, len(active), self.ranks)
         pace[-1] = self.lengths
@@ -119,21 +125,12 @@ class Queues:
         return (gone[1:] == 0).sum(0), (gone[:-1] < own.sum(1)).sum(0) - 1
 
 
-def _fits(pace: np.ndarray, limit: int) -> bool:
-    takes = np.diff(pace, axis=0)
-    return bool(takes.sum(1).max() <= limit and takes.sum(2).max() <= limit)
-
-
-def _paces(queues: Queues, bound: int) -> Iterator[np.ndarray]:
-    for cut in (queues.by_ranges, queues.by_pairs):
-        for waves in (bound, bound + 1):
-            yield cut(waves)
-
-
 def first_pace(queues: Queues, bound: int, limit: int) -> np.ndarray:
     """
-    The first of: equal ranges in `bound` waves, in one more; equal parts of each queue in `bound`, in one more; and
-    the latter with single rows moved between waves, which holds for any routing.
+    Equal ranges in `bound` waves, if all but roundings is under the limit; else in one more; else equal parts of each
+    queue in `bound` waves, with single rows moved to other waves where roundings exceed the limit.
+
+    So the number of waves is never more than `bound` + 1, for any routing.
 
     Arguments:
         bound: waves that the largest load and the largest source need at least; 0 if there are no rows.
@@ -141,10 +138,21 @@ def first_pace(queues: Queues, bound: int, limit: int) -> np.ndarray:
     """
     if not bound:
         return np.zeros((1, queues.ranks, queues.ranks), dtype=np.int64)
-    for pace in _paces(queues, bound):
-        if _fits(pace, limit):
-            break
-    else:
-        pace = repair(queues.by_pairs(bound + 1), limit)
+    pace = queues.by_ranges(bound)
+    over = _most(pace) - limit
+    if over > queues.ranks // 2:
+        pace = queues.by_ranges(bound + 1)
+        over = _most(pace) - limit
+        if over > 0:
+            pace = queues.by_pairs(bound)
+            over = _most(pace) - limit
+    if over > 0:
+        pace = repair(pace, limit)
     moving = (pace[1:] != pace[:-1]).any((1, 2))
     return np.concatenate([pace[:1], pace[1:][moving]])
+
+
+def _most(pace: np.ndarray) -> int:
+    """The most rows that a rank sends, or receives, in a wave."""
+    takes = np.diff(pace, axis=0)
+    return int(max(takes.sum(1).max(), takes.sum(2).max()))

@@ -44,6 +44,8 @@ class _Waves:
         to = np.arange(len(missing))
         for turn in range(len(missing)):
             by = (to + turn) % len(missing)
+            if not missing[to, by].any():
+                continue
             room = np.minimum(self.to, self.by[:, by])
             put = np.clip(missing[to, by] - (room.cumsum(0) - room), 0, room)
             self.takes[:, to, by] += put
