@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def test_there_are_launch_files_and_the_readme_lists_them():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_accelerate_reads_it(path):
     config = load_config_from_file(str(path))
-    assert config.num_processes == int(path.stem.removesuffix("proc").rpartition("_")[2])
+    assert config.num_processes == int(re.search(r"_(\d+)proc", path.stem)[1])
     assert config.use_cpu and config.mixed_precision == "no"
 
 

@@ -126,6 +126,33 @@ def test_same_losses_and_lower_peaks(launcher, ranks, arguments):
 
 
 @pytest.mark.slow
+def test_expert_parallel_has_the_same_losses_and_bounded_waves(arguments):
+    config_file = str(ROOT / "accelerate_configs" / "cpu_2proc_ep.yaml")
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", config_file)
+    done = start(launcher, {**arguments, "expert_parallel": True})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Losses equal to rounding") == 1
+    reports = load_reports(arguments["output_dir"] / "peaks.json")
+    assert all(report.ranks == 2 for report in reports.values())
+    assert reports["patched"].components["dispatch"].working <= BUDGET + 24 * 2 * SEQ_LEN
+    assert reports["stock"].components["dispatch"].peak > reports["patched"].components["dispatch"].peak
+    by_step = json.loads((arguments["output_dir"] / "patched" / "experts.json").read_text())
+    (layers,) = by_step.values()
+    assert len(layers) == SIZES["num_hidden_layers"]
+    for layer in layers.values():
+        assert layer["waves"] > 1 and 0 < layer["largest_receive"] <= layer["row_budget"]
+        assert 0 < layer["largest_send"] <= layer["row_budget"]
+        assert layer["imbalance"] >= layer["imbalance_after"] >= 1
+    assert not (arguments["output_dir"] / "stock" / "experts.json").exists()
+    assert "Expert parallelism: at most" in done.stdout and "'experts/waves'" in done.stdout
+
+
+def test_expert_parallel_needs_several_processes(quickstart, arguments, monkeypatch, capsys):
+    assert call(quickstart, monkeypatch, {**arguments, "expert_parallel": True}) == 2
+    assert "cpu_2proc_ep.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_two_processes_refuse_with_one_line_and_no_traceback_of_their_own(arguments):
     done = start(TWO, {**arguments, "vocab_budget": "1KiB"})
     assert done.returncode != 0
