@@ -34,7 +34,7 @@ from hf_longmoe.integrations.transformers.families import Family, family_of
 from hf_longmoe.integrations.transformers.forward import patch_forward, restore_model_forward
 from hf_longmoe.integrations.transformers.head import head_report, head_rows, patch_head, restore_head
 from hf_longmoe.integrations.transformers.refusals import check_model, why_left_alone
-from hf_longmoe.integrations.transformers.replay import patch_checkpointing, restore_checkpointing
+from hf_longmoe.integrations.transformers.replay import patch_checkpointing, pin_routing, restore_checkpointing
 from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
 from hf_longmoe.schedules.dispatch import GatedMLP, LocalDispatch, TokenTiles
 
@@ -135,6 +135,7 @@ def _patch(target: PreTrainedModel, config: LongMoEConfig) -> None:
     target.longmoe = patch
     patch_forward(target)
     patch_checkpointing(target)
+    patch.handles += pin_routing(target)
 
 
 def unpatch_model(model: nn.Module) -> nn.Module:

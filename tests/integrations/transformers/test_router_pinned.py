@@ -5,12 +5,16 @@ import contextlib
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longmoe import patch_model
+from hf_longmoe import patch_model, unpatch_model
 from hf_longmoe.integrations.transformers import replay
+from hf_longmoe.integrations.transformers.regions import watch
+from hf_longmoe.peaks import StorageProbe
 from hf_longmoe.schedules import replay as core
 
 MODES = ["non-reentrant", "reentrant"]
+TOKENS = 38
 
 
 def checkpoint(model, mode):
@@ -76,7 +80,7 @@ def test_without_the_replay_it_changes_gradients(
 ):
     """That is, the tests above can fail."""
     if model_is != "stock":
-        monkeypatch.setattr(replay, "checkpoint_once", lambda region: region)
+        monkeypatch.setattr(replay, "checkpoint_once", lambda region, kept: region)
     model = build(family)
     if model_is != "stock":
         patch_model(model, tiny)
@@ -141,6 +145,50 @@ def test_two_calls_of_a_layer_keep_their_own_routing(build, tiny, batch, gradien
     assert_same(step(model, batch, gradients, ties), gradients(model, model(**batch).loss))
 
 
+def test_a_router_that_stands_in_the_layer_itself(tiny, batch, gradients, assert_same, ties):
+    """Gemma 4 has no MoE block: router and experts are the layer's own children."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=101, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes |= dict(head_dim=8, global_head_dim=8, intermediate_size=12, hidden_size_per_layer_input=0, use_cache=False)
+    moe = dict(enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=12)
+    config = AutoConfig.for_model("gemma4_text", **sizes, **moe)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager").train()
+    patch_model(model, tiny)
+    want = gradients(model, model(**batch).loss)
+    checkpoint(model, "non-reentrant")
+    assert_same(step(model, batch, gradients, ties), want)
+    assert ties.asked >= 2
+
+
+# -- what pinning keeps ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", MODES)
+def test_only_the_routers_choice_is_kept_and_it_counts_as_a_boundary(build, tiny, batch, mode):
+    """A sparse attention's top-k, which is as long as its sequence, is computed again."""
+    model = patch_model(build("mixtral"), tiny)
+    indexed = []
+
+    def index(attention, args, kwargs):
+        indexed.append(kwargs["hidden_states"].topk(16, dim=-1)[1].shape)
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(index, with_kwargs=True)
+    checkpoint(model, mode)
+    with StorageProbe() as probe, watch(model):
+        model(**batch).loss.backward()
+    assert len(indexed) == 2 * 3  # passes, layers
+    # Of each layer hidden states in float64 and two choices a token in int32.
+    assert probe.report().components["boundaries"].peak == 3 * TOKENS * (32 * 8 + 2 * 4)
+
+
+def test_unpatching_takes_the_hooks_off_again(build):
+    model = build("mixtral")
+    patch_model(model)
+    blocks = [layer.mlp for layer in model.model.layers]
+    assert all(block._forward_hooks and block._forward_pre_hooks for block in blocks)
+    unpatch_model(model)
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in blocks)
+
+
 # -- how often experts run -------------------------------------------------------------------------------------------
 class Products(TorchDispatchMode):
     """Rows that went through a matrix product with the transpose of a weight `[outer, inner]`: a forward one."""
@@ -161,9 +209,6 @@ def products(model, batch, inner, outer):
     with Products(inner, outer) as counted:
         model(**batch).loss.backward()
     return counted.rows
-
-
-TOKENS = 38
 
 
 @pytest.mark.parametrize("mode", ["plain", *MODES])
