@@ -1,9 +1,12 @@
-"""For the scripts that torchrun starts: the process group, meshes over any of its ranks, cases in and results out."""
+"""For the scripts that `launch` starts: ranks, their process group, meshes over any of them, cases in, results out."""
 
 import datetime
 import faulthandler
 import json
+import os
+import signal
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -14,24 +17,63 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def main(run):
-    """Calls `run(case)` for every case of the launch, and leaves {name: its result} in a file of this rank's."""
-    folder, seconds = Path(sys.argv[1]), int(sys.argv[2])
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
-    rank = distributed.get_rank()
-    cases = json.loads((folder / "cases.json").read_text())
-    results = {}
-    for name, case in cases.items():
-        try:
+    """
+    Calls `run(case)` on every rank for every case of the launch; each rank leaves {name: its result} in a file.
+
+    The ranks are forks of this process, which has paid for the imports: they take most of a launch's time. When one
+    fails, the others have a few seconds to end; when the time is up, each prints where it stands and ends.
+    """
+    folder, ranks, seconds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    store = distributed.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+    running = {}
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            os._exit(_rank(run, folder, rank, ranks, store.port, seconds))
+        running[pid] = rank
+    until, failed = time.monotonic() + seconds + 5, []
+    try:
+        while running and time.monotonic() < until:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                time.sleep(0.02)
+                continue
+            rank = running.pop(pid)
+            if status:
+                failed.append(f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}")
+                until = min(until, time.monotonic() + 10)
+    finally:
+        for pid, rank in running.items():
+            failed.append(f"rank {rank} did not end")
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    sys.exit("; ".join(failed) or None)
+
+
+def _rank(run, folder, rank, ranks, port, seconds):
+    name = None
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        torch.set_num_threads(1)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
+        os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+        store = distributed.TCPStore("127.0.0.1", port, ranks, is_master=False)
+        timeout = datetime.timedelta(seconds=seconds)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+        results = {}
+        for name, case in json.loads((folder / "cases.json").read_text()).items():
             results[name] = run(case)
-        except BaseException:
-            (folder / f"rank{rank}.failed").write_text(f"{name!r} on rank {rank}: {traceback.format_exc()}")
-            raise
-    (folder / f"rank{rank}.json").write_text(json.dumps(results))
-    distributed.barrier()
-    distributed.destroy_process_group()
+        (folder / f"rank{rank}.json").write_text(json.dumps(results))
+        distributed.barrier()
+        distributed.destroy_process_group()
+        return 0
+    except BaseException:
+        (folder / f"rank{rank}.failed").write_text(f"{name!r} on rank {rank}: {traceback.format_exc()}")
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def mesh_of(groups, name):
