@@ -228,7 +228,7 @@ def test_a_soft_cap_counts_in_the_budget():
     """A second buffer keeps the capped logits: where it does not fit is said when patching, not in the first step."""
     config = dict(vocab_size=101, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8)
     model = Gemma2ForCausalLM(Gemma2Config(**config, num_key_value_heads=2, intermediate_size=24))
-    budget = LongMoEConfig(vocab=VocabConfig(budget=8 * (101 * 4 + 32 * 12 + 128)))
+    budget = LongMoEConfig(vocab=VocabConfig(budget=8 * (101 * 6 + 32 * 10 + 128)))
     with pytest.raises(ValueError, match=r"^vocab\.budget="):
         patch_model(model, budget)
     model.config.final_logit_softcapping = None
