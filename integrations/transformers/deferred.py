@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from hf_longmoe.schedules.vocab import LogitTransform
+from hf_longmoe.integrations.transformers.logit_steps import (
+    CASTS,
+    CLONES,
+    IN_PLACE,
+    SHAPE_ONLY,
+    Steps,
+    cast_target,
+)
 
 __all__ = ["DeferredLogits", "LossCall", "current_call", "defer"]
 
@@ -98,80 +105,6 @@ def _versions(tensors: tuple[torch.Tensor, ...]) -> list[int | None]:
     return [None if t.is_inference() else t._version for t in tensors]
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """The operations applied so far: factors, then perhaps a tanh and the soft cap it is multiplied by."""
-
-    scale: float = 1.0
-    tanh: bool = False
-    softcap: float | None = None
-    applied: tuple[tuple[Callable, tuple, dict], ...] = field(default=())
-
-    def then(self, func: Callable, operands: tuple, options: dict) -> _Steps | None:
-        """With one more operation; `None` where a `LogitTransform` cannot express it."""
-        done = replace(self, applied=(*self.applied, (func, operands, options)))
-        if func in _CASTS:
-            return done
-        if func in _TANH and not self.tanh:
-            return replace(done, tanh=True)
-        if len(operands) == 1 and not options and isinstance(operands[0], (int, float)) and operands[0] != 0:
-            factor = float(operands[0])
-            if self.tanh:
-                # z = factor * tanh(scale * x), which is a soft cap of `factor` on scale * factor * x
-                capped = func in _MULTIPLIES and self.softcap is None and factor > 0
-                return replace(done, softcap=factor, scale=self.scale * factor) if capped else None
-            if func in _MULTIPLIES:
-                return replace(done, scale=self.scale * factor)
-            if func in _DIVIDES:
-                return replace(done, scale=self.scale / factor)
-        return None
-
-    @property
-    def transform(self) -> LogitTransform | None:
-        """`None` for a tanh whose soft cap has not been multiplied back."""
-        return None if self.tanh and self.softcap is None else LogitTransform(self.scale, self.softcap)
-
-
-def _methods(*names: str) -> frozenset[Callable]:
-    """Functions of `torch` and methods of its tensors by these names; not every name is both."""
-    spaces = (torch.Tensor, torch)
-    return frozenset(getattr(space, name) for space in spaces for name in names if hasattr(space, name))
-
-
-_IN_PLACE = _methods("mul_", "multiply_", "__imul__", "div_", "divide_", "true_divide_", "__itruediv__", "tanh_")
-_TANH = _methods("tanh", "tanh_")
-_CLONES = _methods("clone")
-_MULTIPLIES = _methods("mul", "multiply", "__mul__", "__rmul__", "mul_", "multiply_", "__imul__")
-_DIVIDES = _methods("div", "divide", "true_divide", "__truediv__", "div_", "divide_", "true_divide_", "__itruediv__")
-_CASTS = {
-    torch.Tensor.float: torch.float32,
-    torch.Tensor.double: torch.float64,
-    torch.Tensor.bfloat16: torch.bfloat16,
-    torch.Tensor.half: torch.float16,
-    torch.Tensor.to: None,  # it depends on the arguments
-}
-_SHAPE_ONLY = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        *("shape", "dtype", "device", "requires_grad", "grad_fn", "layout", "ndim", "grad", "is_leaf"),
-        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "itemsize", "nbytes"),
-    )
-) | _methods("size", "dim", "numel", "is_floating_point", "stride", "__len__", "element_size", "nelement")
-
-
-def _cast_target(logits: DeferredLogits, func: Callable, operands: tuple, options: dict) -> torch.dtype | None:
-    """The floating-point dtype that a cast leads to; `None` for whatever else `Tensor.to` can do."""
-    if func is not torch.Tensor.to:
-        return _CASTS[func]
-    try:
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*operands, **options)
-    except TypeError:  # `other=`, `copy=`
-        return None
-    dtype = dtype or logits.dtype
-    moved = device is not None and device != logits.device
-    return None if moved or memory_format is not None or not dtype.is_floating_point else dtype
-
-
 def defer(call: LossCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> DeferredLogits:
     """
     Arguments:
@@ -181,10 +114,10 @@ def defer(call: LossCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torc
         What stands for `linear(hidden, weight, bias)`, `[..., V]`.
     """
     source = _Source(call, hidden, weight, bias)
-    return _derive(source, _Steps(), (*hidden.shape[:-1], weight.shape[0]), source.dtype, hidden.device)
+    return _derive(source, Steps(), (*hidden.shape[:-1], weight.shape[0]), source.dtype, hidden.device)
 
 
-def _derive(source: _Source, steps: _Steps, shape: tuple, dtype: torch.dtype, device: torch.device) -> DeferredLogits:
+def _derive(source: _Source, steps: Steps, shape: tuple, dtype: torch.dtype, device: torch.device) -> DeferredLogits:
     if source.call is None:  # after the call there is no graph to put them into
         return DeferredLogits(source, [steps], shape, dtype, device)
     return _Defer.apply(source, [steps], shape, dtype, device, *source.operands)
@@ -222,7 +155,7 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, source: _Source, cell: list[_Steps], shape: tuple, dtype: torch.dtype, device: torch.device
+        cls, source: _Source, cell: list[Steps], shape: tuple, dtype: torch.dtype, device: torch.device
     ) -> DeferredLogits:
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=False)
         # The cell holds the steps so far; the node in the graph shares it, since an in-place step changes both.
@@ -230,7 +163,7 @@ class DeferredLogits(torch.Tensor):
         return self
 
     @property
-    def steps(self) -> _Steps:
+    def steps(self) -> Steps:
         return self.cell[0]
 
     def __repr__(self) -> str:
@@ -274,13 +207,13 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _SHAPE_ONLY:
+        if func in SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         spent = (
             args and isinstance(args[0], DeferredLogits) and args[0]._formed is None and not args[0].source.operands
         )
-        if spent and func in _CLONES:  # DDP copies every output of a training step, this placeholder too
+        if spent and func in CLONES:  # DDP copies every output of a training step, this placeholder too
             return args[0].detached()
         if args and isinstance(args[0], DeferredLogits) and args[0]._may_note():
             noted = args[0]._note(func, args[1:], kwargs)
@@ -298,14 +231,14 @@ class DeferredLogits(torch.Tensor):
     def _note(self, func: Callable, operands: tuple, options: dict) -> DeferredLogits | None:
         """One more operation, not carried out; `None` if it must be."""
         dtype = self.dtype
-        if func in _CASTS:
-            dtype = _cast_target(self, func, operands, options)
+        if func in CASTS:
+            dtype = cast_target(self, func, operands, options)
             if dtype == self.dtype:
                 return self
         steps = self.steps.then(func, operands, options)
         if dtype is None or steps is None:
             return None
-        if func in _IN_PLACE:
+        if func in IN_PLACE:
             self.cell[0] = steps
             return self
         return _derive(self.source, steps, self.shape, dtype, self.device)
