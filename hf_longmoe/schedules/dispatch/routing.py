@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -137,20 +138,25 @@ def _terms(
     sizes: PipelineSizes, x: torch.Tensor, params: Sequence[torch.Tensor], trains: bool, experts: int, k: int
 ) -> dict[str, int]:
     caps = sizes.caps
-    return {
-        "dispatch.budget (in rows of a wave)": caps.rows,
-        "dispatch.budget (in bytes for lent experts)": caps.foreign,
-        "dispatch.overlap": caps.depth,
-        "dispatch.imbalance (in millionths)": int(min(caps.imbalance, 1e6) * 1e6),
+    return {  # what others follow from comes first: the first difference is the one that is told
         "the hidden size": x.shape[1],
         "the number of experts": experts,
         "the slots of a token": k,
+        "bits of the significand in the experts": _bits(params[0].dtype),
+        "bits of the significand in the hidden states": _bits(x.dtype),
         "bytes of an expert's weights": caps.weight_bytes,
-        "bytes of a number in the experts": params[0].element_size(),
-        "bytes of a number in the hidden states": x.element_size(),
-        "tokens of a block": sizes.token_block or 0,
         "whether the experts need gradients": int(trains),
+        "dispatch.overlap": caps.depth,
+        "dispatch.imbalance (in millionths)": int(min(caps.imbalance, 1e6) * 1e6),
+        "dispatch.budget (in rows of a wave)": caps.rows,
+        "dispatch.budget (in bytes for lent experts)": caps.foreign,
+        "dispatch.budget (in tokens of a block)": sizes.token_block or 0,
     }
+
+
+def _bits(dtype: torch.dtype) -> int:
+    """That tell dtypes apart by: those of its significand, 23 for float32, 10 for float16, 7 for bfloat16."""
+    return -int(math.log2(torch.finfo(dtype).eps))
 
 
 def _check_terms(names: Sequence[str], found: Sequence[Sequence[int]]) -> None:
