@@ -99,20 +99,27 @@ def _lend(rows: np.ndarray, native: np.ndarray, capacity: int, min_rows: int) ->
     hot = np.flatnonzero(np.repeat(native > capacity, local))
     hot = hot[np.argsort(-rows[hot], kind="stable")]
     lent = []
-    for expert, stop in zip(hot.tolist(), rows[hot].tolist(), strict=True):
+    for expert, count in zip(hot.tolist(), rows[hot].tolist(), strict=True):
         home = expert // local
-        left = min(stop, excess[home])
+        left, shares = min(count, excess[home]), []
         while left >= max(min_rows, 1) and helpers:
             room, helper = helpers[0]
             take = min(left, -room)
             if take < min_rows:
-                return lent  # nobody has room for a range worth its weights
-            lent.append((expert, helper, stop - take, stop))
-            stop, left, excess[home] = stop - take, left - take, excess[home] - take
+                helpers.clear()  # nobody has room for a range worth its weights
+                break
+            shares.append((helper, take))
+            left, excess[home] = left - take, excess[home] - take
             if room + take:
                 heapq.heapreplace(helpers, (room + take, helper))
             else:
                 heapq.heappop(helpers)
+        start = count - sum(take for _, take in shares)
+        for helper, take in shares:
+            lent.append((expert, helper, start, start + take))
+            start += take
+        if not helpers:
+            break
     return lent
 
 
