@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput, logging
 
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, LossCall
 from hf_longmoe.integrations.transformers.experts import replaced_schedules
-from hf_longmoe.integrations.transformers.refusals import check_launch
+from hf_longmoe.integrations.transformers.refusals import check_launch, check_shared_batch
 from hf_longmoe.peaks import component
 
 __all__ = ["patch_forward", "restore_model_forward"]
@@ -102,9 +102,9 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     patch = model.longmoe
     stock = _stock_forward(model)
     training = model.training and torch.is_grad_enabled()
-    if training and not patch.launch_checked:
-        _check_first_step(model)
     inputs = _by_name(model, args, kwargs)
+    if training and not patch.launch_checked:
+        _check_first_step(model, inputs or {})
     if inputs is None or inputs.get("labels") is None or not (training or not torch.is_grad_enabled()):
         return stock(*args, **kwargs)
     router_loss = patch.router_loss
@@ -122,8 +122,9 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
 
 @torch.compiler.disable
-def _check_first_step(model: PreTrainedModel) -> None:
+def _check_first_step(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     check_launch()
+    check_shared_batch(model, inputs.get("input_ids"))
     for name in replaced_schedules(model):
         raise RuntimeError(_REPLACED.format(what=f"The forward of {name}"))
     model.longmoe.launch_checked = True

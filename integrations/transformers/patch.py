@@ -164,6 +164,18 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
     if config is None:
         patch.entries.extend(Entry(name, "dispatch", None, "dispatch=None in the config") for name in experts)
         return
+    sharding = getattr(model.config, "distributed_config", None)
+    if (
+        experts
+        and sharding is not None
+        and sharding.ep_size > 1
+        and not any(map(is_expert_parallel, experts.values()))
+    ):
+        raise ValueError(
+            f'patch_model: ep_size={sharding.ep_size}, but no rule of the ep_plan is "ep_dispatch_experts", so that'
+            " Transformers has not divided the experts: every rank computes all of them. Leave ep_plan out to get the"
+            " model's own, or add that rule for the experts modules."
+        )
     dense: dict[str, tuple[nn.Module, bool]] = {}
     for name, module in experts.items():
         parent = model.get_submodule(name.rpartition(".")[0])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 
+import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -16,8 +17,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_longmoe.config import LongMoEConfig
+from hf_longmoe.schedules.wire import GroupWire
 
-__all__ = ["check_launch", "check_model", "why_left_alone"]
+__all__ = ["check_launch", "check_model", "check_shared_batch", "why_left_alone"]
 
 _FSDP1 = "hf_longmoe: FSDP1 flattens parameters; use FSDP2 (fsdp_version: 2 in the accelerate config)."
 
@@ -79,18 +81,36 @@ def check_launch() -> None:
             )
 
 
+def check_shared_batch(model: PreTrainedModel, input_ids: torch.Tensor | None) -> None:
+    """
+    Every rank must come here.
+
+    Raises:
+        `ValueError`: ranks of one tensor-parallel group, which compute one batch together, were given different ones;
+            on every rank.
+    """
+    meshes = getattr(model, "_mesh_manager", None)
+    if input_ids is None or meshes is None or meshes.get_mesh("tp").size() == 1:
+        return
+    place = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
+    mine = torch.stack([(input_ids.reshape(-1) * place).sum(), place.new_tensor(input_ids.numel())])
+    batches = GroupWire(distributed.group.WORLD).gather(mine)
+    group = distributed.get_process_group_ranks(meshes.get_mesh("tp").get_group())
+    groups = GroupWire(distributed.group.WORLD).gather(torch.tensor(group, device=input_ids.device))
+    for ranks in groups:
+        if any(batches[rank] != batches[ranks[0]] for rank in ranks):
+            raise ValueError(
+                f"Ranks {ranks} are one tensor-parallel group (tp_size={len(ranks)}) but were given different batches;"
+                " give all of them the same one: sample by data-parallel rank, not by rank."
+            )
+
+
 def why_left_alone(name: str, module: nn.Module) -> str | None:
     """Why an experts module, an MLP or a head is not patched; `None` if it can be."""
     if "base_layer" in name.split(".") or type(module).__module__.startswith("peft."):
         return "an adapter wraps it; put adapters on other modules, or merge them first"
     if parametrize.is_parametrized(module):
         return "its weights are parametrized"
-    mesh = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), None)
-    if "forward" not in vars(module) and mesh is not None and "ep" in (mesh.mesh_dim_names or ()):
-        raise ValueError(
-            f"patch_model: {name} is divided over the ranks of an expert group, but no token reaches the others: the"
-            f' ep_plan needs "ep_dispatch_experts" for the module beside "grouped_gemm" for its parameters.'
-        )
     if "forward" in vars(module):
         return "something else replaced its forward (expert parallelism does)"
     params = dict(module.named_parameters())
