@@ -28,6 +28,9 @@ class ForeignBytes:
         helper  weights    first - depth .. last           home  weights   first - depth .. first     (send buffer)
                 gradients  first .. last + 1                     gradients last .. last + 1           (receive buffer)
 
+    Experts that come to a helper together share a buffer, which lives until the last of them is done; so do gradients
+    that go home together, from when the first of them begins.
+
     Arguments:
         weights, gradients: bytes of one expert.
         depth: weights are fetched so many waves ahead.
@@ -43,9 +46,14 @@ class ForeignBytes:
             return 0
         helper, home = placed.destination[placed.foreign], placed.home
         ahead, after = np.maximum(first - self.depth, 0), last + 2
+        come, go = helper * waves + first, helper * waves + last
+        kept, begun = np.zeros((2, len(placed.load) * waves), dtype=np.int64)
+        np.maximum.at(kept, come, last)
+        begun += waves
+        np.minimum.at(begun, go, first)
         ranks = np.concatenate([helper, helper, home, home])
-        start = np.concatenate([ahead, first, ahead, last])
-        stop = np.concatenate([last + 1, after, first + 1, after])
+        start = np.concatenate([ahead, begun[go], ahead, last])
+        stop = np.concatenate([kept[come] + 1, after, first + 1, after])
         size = np.repeat([self.weights, self.gradients] * 2, len(first))
         at = ranks * (waves + 2) + np.stack([start, stop])
         change = np.bincount(at.reshape(-1), np.concatenate([size, -size]), len(placed.load) * (waves + 2))

@@ -148,8 +148,10 @@ def test_foreign_weights_are_within_the_cap_and_move_once(four):
         held = np.zeros((plan.ranks, plan.num_waves + 1), dtype=np.int64)
         for (rank, expert), wave in first.items():
             final, home, ahead = last[rank, expert], expert // local, max(wave - caps.depth, 0)
-            held[rank, ahead : final + 1] += caps.weight_bytes
-            held[rank, wave : final + 2] += caps.gradient_bytes
+            kept = max(last[pair] for pair in first if pair[0] == rank and first[pair] == wave)
+            begun = min(first[pair] for pair in first if pair[0] == rank and last[pair] == final)
+            held[rank, ahead : kept + 1] += caps.weight_bytes
+            held[rank, begun : final + 2] += caps.gradient_bytes
             held[home, ahead : wave + 1] += caps.weight_bytes
             held[home, final : final + 2] += caps.gradient_bytes
         assert plan.foreign_peak() == held.max()
