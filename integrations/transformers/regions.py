@@ -144,16 +144,26 @@ def _resident(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None
 
 def _watch_tensors(handle: Watch, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     _resident(model, optimizer)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            limit = parameter.numel() * parameter.element_size()
-            handle._hook(parameter.register_hook(partial(_tag_incoming, limit)))
-            handle._hook(parameter.register_post_accumulate_grad_hook(lambda p: tag("gradients", p.grad)))
+    watched: set[nn.Parameter] = set()
+
+    def watch_gradients(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter not in watched:
+                watched.add(parameter)
+                limit = parameter.numel() * parameter.element_size()
+                handle._hook(parameter.register_hook(partial(_tag_incoming, limit)))
+                handle._hook(parameter.register_post_accumulate_grad_hook(lambda p: tag("gradients", p.grad)))
+
+    def gathered(module: nn.Module, _: Any) -> None:
+        tag("parameters", list(module.parameters()))
+        watch_gradients(module)
+
+    watch_gradients(model)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            # FSDP2's own hook comes first, so that here the parameters are the gathered ones.
-            handle._hook(module.register_forward_pre_hook(lambda m, _: tag("parameters", list(m.parameters()))))
+            # FSDP2's own hook comes first, so that here the parameters are the gathered ones: others than the model's.
+            handle._hook(module.register_forward_pre_hook(gathered))
 
 
 def _tag_incoming(limit: int, gradient: torch.Tensor) -> None:
