@@ -14,7 +14,9 @@ from hf_longmoe.schedules.numerics import accumulation_dtype
 
 __all__ = ["PipelineSizes", "pipeline_sizes"]
 
-_LENT = 4  # experts' weights and gradients in flight on a rank at most: a few pay, each one more pays less
+_LENT = 4  # experts' weights and gradients in flight on a rank: a few pay, each one more pays less ...
+_SHARE = 8  # ... but where many small experts fill a large wave, what this part of the budget holds
+_WORTH = 256  # rows that are always worth an expert's way there and back
 _OPEN = 2  # half precision: experts whose float32 gradients are being summed
 
 
@@ -56,8 +58,9 @@ def pipeline_sizes(
     With b the bytes of an element of the parameters, a those of `accumulation_dtype` and d the depth, a row of a wave
     takes, in backward, (2d + 1)·(2H·b + a) on its way to the experts (d waves sent and being received, one received)
     and 3·(H·b + a) on its way back, and H·a/4 while it is added up: about 9·H·b at depth 1. A row of a tile takes
-    `block.bytes_per_row`. Lent experts get up to half of the budget, and no more than four experts' weights and
-    gradients. Where the output is accumulated in another dtype than its own, a half of all goes to that.
+    `block.bytes_per_row`. Lent experts get what four experts' weights and gradients take, up to half of the budget, or
+    an eighth of it where that holds more; never more than the other ranks have. Where the output is accumulated in
+    another dtype than its own, a half of all goes to that.
 
     Arguments:
         budget: bytes beside the block's input, output, parameters and all their gradients.
@@ -87,7 +90,8 @@ def pipeline_sizes(
     least = max(ranks, MIN_ROWS)
     smallest = least * wire + MIN_ROWS * compute
     unit = weight_bytes + gradient_bytes
-    foreign = min(free // 2, _LENT * unit)
+    others = (ranks - 1) * params[0].shape[0]
+    foreign = min(free // 2, max(_LENT * unit, free // _SHARE), others * unit)
     if foreign < unit or free - foreign < smallest:
         foreign = 0
     free -= foreign
@@ -107,7 +111,7 @@ def pipeline_sizes(
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         imbalance=imbalance,
-        min_rows=max(1, rows // 16),
+        min_rows=max(1, min(rows // 16, _WORTH)),
         depth=depth,
     )
     max_open = _OPEN if params[0].dtype != accumulation_dtype(params[0].dtype) else None
