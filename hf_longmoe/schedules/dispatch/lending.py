@@ -17,7 +17,7 @@ from hf_longmoe.schedules.dispatch.placement import Placement, place
 
 __all__ = ["ForeignBytes", "placements"]
 
-_STEPS = 6  # of the search: the ratio of largest load and mean, to the power of 1 / 64, is what it can miss
+_STEPS = 5  # of the search: the ratio of largest load and mean, to the power of 1 / 32, is what it can miss
 
 
 @dataclass(frozen=True)
