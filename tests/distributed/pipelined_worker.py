@@ -1,5 +1,7 @@
 """torchrun script: cases of `PipelinedLLEP` on one experts module, in float64, against one process."""
 
+import random
+
 import torch
 from pipelined_setup import meshes, part_of, pipelined, relative, routing, whole_experts
 from ranks import main
@@ -146,5 +148,27 @@ def run(case):
     }
 
 
+def seeds(case):
+    """Many random cases, the same on every rank; the worst error, and how many had several waves and lent experts."""
+    worst, several, lent = 0.0, 0, 0
+    for seed in range(case["seeds"]):
+        draw = random.Random(seed)
+        result = run(
+            dict(
+                seed=seed,
+                tokens=[draw.choice([0, 1, draw.randint(2, 12)]) for _ in range(distributed.get_world_size())],
+                route=draw.choice(["random", "skew", "one", "absent", "dropped", "dirichlet"]),
+                k=draw.randint(1, 4),
+                budget=int(12_000 * 10 ** draw.random()),
+                imbalance=draw.choice([1.0, 1.3, 100.0]),
+                overlap=draw.randint(1, 3),
+            )
+        )
+        worst = max(worst, *result["errors"].values())
+        several += result["waves"][0] > 1
+        lent += result["moves"] > 0
+    return {"worst": worst, "several waves": several, "lent": lent}
+
+
 if __name__ == "__main__":
-    main(run)
+    main(lambda case: seeds(case) if "seeds" in case else run(case))

@@ -87,3 +87,11 @@ def test_exact(found, ranks, name):
             assert result["moves"] == 0
         if not sum(case["tokens"]):
             assert max(result["waves"]) == 0
+
+
+def test_two_hundred_seeds_of_routing(launch):
+    """Sizes, budgets, skew and tokens at random on 4 ranks: none hangs, and all are exact."""
+    found = launch("pipelined_worker.py", 4, {"seeds": dict(seeds=200)})
+    for rank in found:
+        assert rank["seeds"]["worst"] <= 1e-12
+        assert rank["seeds"]["several waves"] > 50 and rank["seeds"]["lent"] > 20
