@@ -115,7 +115,7 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         inputs["output_router_logits"] = False
     try:
         output = stock(**inputs) if patch.head is None else _deferring(model, training, stock, inputs)
-        return output if router_loss is None else _add_router_loss(output, router_loss)
+        return output if router_loss is None else _add_router_loss(model, output, router_loss)
     finally:
         if router_loss is not None:
             router_loss.stop()
@@ -174,10 +174,10 @@ def _wants_router_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
 
 
 @torch.compiler.disable
-def _add_router_loss(output: ModelOutput, router_loss: Any) -> ModelOutput:
+def _add_router_loss(model: PreTrainedModel, output: ModelOutput, router_loss: Any) -> ModelOutput:
     with component("aux"):
         aux_loss = router_loss.value()
-        loss = output.loss + router_loss.coefficient * aux_loss.to(output.loss.device)
+        loss = output.loss + model.router_aux_loss_coef * aux_loss.to(output.loss.device)
     values = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
     return type(output)(**{**values, "loss": loss, "aux_loss": aux_loss})
 

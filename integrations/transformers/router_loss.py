@@ -28,13 +28,12 @@ class RouterLoss:
 
     Arguments:
         routers: the router modules, whose output's element `index` is the logits, `[T, E]`.
-        num_experts, top_k, coefficient: as the model passes them to `load_balancing_loss_func`, and weighs its result.
+        num_experts, top_k: as the model passes them to `load_balancing_loss_func`.
     """
 
     index: int
     num_experts: int
     top_k: int
-    coefficient: float
     collecting: bool = False
     mask: torch.Tensor | None = None
     sums: list[RouterSums] = field(default_factory=list)
@@ -73,7 +72,7 @@ def router_loss_of(model: PreTrainedModel) -> tuple[RouterLoss, list[nn.Module]]
     recorder = recorders[0]
     target, index = (recorder.target_class, recorder.index) if isinstance(recorder, OutputRecorder) else (recorder, 0)
     routers = [m for m in model.modules() if isinstance(m, target)]
-    return (RouterLoss(index, *sizes), routers) if routers else None
+    return (RouterLoss(index, *sizes[:2]), routers) if routers else None
 
 
 def _records(module: nn.Module) -> bool:

@@ -244,3 +244,15 @@ def test_nothing_but_the_loss_is_needed_of_an_output(build, tiny, batch, family)
     model = patch_model(build(family), tiny)
     output = model(**batch, output_hidden_states=True)
     assert len(output.hidden_states) == 4 and type(output.logits) is DeferredLogits
+
+
+def test_the_router_losss_coefficient_is_read_at_each_call(build, batch):
+    model = build("mixtral", output_router_logits=True)
+    model.router_aux_loss_coef = 0.0
+    with patch_model(model).longmoe:
+        without = model(**batch).loss
+        model.router_aux_loss_coef = 0.5
+        patched = model(**batch)
+    stock = model(**batch)
+    torch.testing.assert_close(patched.loss, without + 0.5 * patched.aux_loss)
+    torch.testing.assert_close(patched.aux_loss, stock.aux_loss)
