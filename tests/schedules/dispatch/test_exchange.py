@@ -128,14 +128,16 @@ def test_rows_are_within_the_cap_in_as_few_waves(four):
 def test_foreign_weights_are_within_the_cap_and_move_once(four):
     for counts, caps, plan in four:
         ranks, waves, local = range(plan.ranks), range(plan.num_waves), counts.shape[1] // plan.ranks
-        used = {}
+        used, lent = {}, {}
         for wave in waves:
             for rank in ranks:
-                for expert, _ in plan.receives(rank, wave):
+                for expert, rows in plan.receives(rank, wave):
                     if expert // local != rank:
                         used.setdefault((rank, expert), []).append(wave)
+                        lent[rank, expert] = lent.get((rank, expert), 0) + sum(rows)
         first, last = ({pair: when(w) for pair, w in used.items()} for when in (min, max))
         assert plan.moves == sorted((expert, rank) for rank, expert in used)
+        assert min(lent.values(), default=caps.min_rows) >= caps.min_rows
         for wave in waves:
             begin, end = (sorted(pair for pair, w in moment.items() if w == wave) for moment in (first, last))
             assert plan.moves_weights(wave) == bool(begin) and plan.returns_weights(wave) == bool(end)

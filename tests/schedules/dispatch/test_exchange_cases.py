@@ -102,6 +102,9 @@ def test_lends_only_above_the_imbalance_and_in_ranges_of_enough_rows():
     assert plan_exchange(counts, ExchangeCaps(imbalance=1.21, **lends)).load == [120, 80]
     assert plan_exchange(counts, ExchangeCaps(imbalance=1.2, min_rows=20, **lends)).load == [100, 100]
     assert plan_exchange(counts, ExchangeCaps(imbalance=1.2, min_rows=21, **lends)).load == [120, 80]
+    counts = np.array([[40, 20, 20, 20]] * 4)  # an excess of 60, and room for 20 at each of three
+    assert plan_exchange(counts, ExchangeCaps(min_rows=20, **lends)).load == [100] * 4
+    assert plan_exchange(counts, ExchangeCaps(min_rows=21, **lends)).load == [160, 80, 80, 80]
 
 
 def test_very_large_counts_are_exact():
