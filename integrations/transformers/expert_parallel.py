@@ -63,6 +63,7 @@ class PipelinedLLEP(EPImplementation):
         self.experts = experts
         self.wire = GroupWire(ep_mesh.get_group())
         self._checked_batch = False
+        self._sizes: dict[tuple, PipelineSizes] = {}
         reason = why_not(experts, self.wire.size)
         if reason:
             raise ValueError(f'ep_implementation="{NAME}": {type(experts).__name__} {reason}; use "all_to_all".')
@@ -79,7 +80,11 @@ class PipelinedLLEP(EPImplementation):
     ) -> torch.Tensor:
         settings, listener = _settings(self.experts), vars(self.experts).get("longmoe_on_routing")
         block, params = block_of(self.experts, settings.config.kernel)
-        sizes = _sizes(settings.config, hidden_states.dtype, hidden_states.shape[-1], block, params, self.wire.size)
+        key = (settings.config, hidden_states.dtype, params[0].dtype, block)
+        if key not in self._sizes:  # they depend on nothing else of a call
+            hidden = hidden_states.shape[-1]
+            self._sizes = {key: _sizes(settings.config, hidden_states.dtype, hidden, block, params, self.wire.size)}
+        sizes = self._sizes[key]
         schedule = PipelinedDispatch(self.wire, sizes, settings.output_saved_after, listener)
         tokens = hidden_states.shape[0]
         if self.tp_mesh.size() > 1:
