@@ -29,21 +29,31 @@ def cases(ranks):
         made[f"{kernel}, never lending"] = dict(even, **options, **{**LEND, **NEVER_LEND}, route="skew", waves=2)
         made[f"{kernel}, least budget"] = dict(uneven, **options, budget="least", waves=3)
     for mode in MODES:
+        again = "bare" in mode  # nothing tells a replay: it runs what it reaches, a re-entrant one everything
         for after in (False, True):
             made[f"{mode}, after={after}"] = dict(
-                uneven, mode=mode, after=after, budget=MIDDLE, order="fbfb", waves=2, again=after and "bare" in mode
+                uneven,
+                mode=mode,
+                after=after,
+                budget=MIDDLE,
+                order="fbfb",
+                waves=2,
+                again=again and (after or mode[0] == "r"),
             )
-        made[f"{mode}, both graphs alive"] = dict(uneven, **LEND, mode=mode, order="ffbb", route="one", moves=1)
+        made[f"{mode}, both graphs alive"] = dict(
+            uneven, **LEND, mode=mode, order="ffbb", route="one", moves=1, again=again and mode[0] == "r"
+        )
     for overlap in (2, 3):
         made[f"overlap {overlap}"] = dict(uneven, overlap=overlap, budget=MIDDLE, waves=4)
         made[f"overlap {overlap}, lending"] = dict(
             even, overlap=overlap, imbalance=1.0, budget=100_000, route="one", mode="non-reentrant", waves=2, moves=1
         )
-    for frozen in (["x"], ["w"], ["x", "w"], ["gate_up_proj"], ["down_proj"], ["gate_up_proj", "down_proj"]):
-        for kernel in ("written out", "kernel"):
-            made[f"{kernel}, frozen {' '.join(frozen)}"] = dict(
-                even, **KERNELS[kernel], **LEND, route="skew", frozen=frozen, mode="non-reentrant", moves=1
-            )
+    if ranks == 4:
+        for frozen in (["x"], ["w"], ["x", "w"], ["gate_up_proj"], ["down_proj"], ["gate_up_proj", "down_proj"]):
+            for kernel in ("written out", "kernel"):
+                made[f"{kernel}, frozen {' '.join(frozen)}"] = dict(
+                    even, **KERNELS[kernel], **LEND, route="skew", frozen=frozen, mode="non-reentrant", moves=1
+                )
     made["gpt_oss, frozen biases"] = dict(
         even, family="gpt_oss", **LEND, route="skew", frozen=["gate_up_proj_bias", "down_proj_bias"], moves=1
     )
