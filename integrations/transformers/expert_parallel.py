@@ -163,7 +163,7 @@ def ep_note(experts: nn.Module, ranks: int, config: DispatchConfig) -> str:
     """For the report: what a wave holds, and the bound that no routing passes."""
     sizes = sizes_of(experts, ranks, config)
     lent = sizes.caps.foreign // (sizes.caps.weight_bytes + sizes.caps.gradient_bytes)
-    lending = f"{lent} lent experts in flight" if lent else "nothing lent: half of the budget is below one expert"
+    lending = f"{lent} lent experts in flight" if lent else "nothing lent"
     return f"{sizes.caps.rows} rows a wave, {sizes.tile} a tile, {lending}; never above {format_bytes(sizes.bound)}"
 
 

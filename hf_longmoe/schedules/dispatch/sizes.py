@@ -92,7 +92,7 @@ def pipeline_sizes(
     unit = weight_bytes + gradient_bytes
     others = (ranks - 1) * params[0].shape[0]
     foreign = min(free // 2, max(_LENT * unit, free // _SHARE), others * unit)
-    if foreign < unit or free - foreign < smallest:
+    if foreign < unit or free - foreign < smallest or imbalance > ranks:  # no load is ever that uneven
         foreign = 0
     free -= foreign
     if free < smallest:
