@@ -40,9 +40,12 @@ class SameDtype:
         """`out` [r, V] = hidden · weightᵀ."""
         torch.mm(hidden, weight.t(), out=out)
 
-    def dh(self, gradient: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """`out` [r, H] = gradient · weight."""
-        torch.mm(gradient, weight, out=out)
+    def dh(self, gradient: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, first: bool = True) -> None:
+        """`out` [r, H] = gradient · weight; unless `first`: += instead."""
+        if first:
+            torch.mm(gradient, weight, out=out)
+        else:
+            out.addmm_(gradient, weight)
 
     def dw(self, gradient: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, first: bool) -> None:
         """`out` [V, H] += gradientᵀ · hidden; `first`: = instead, so that `out` needs no zeros."""
@@ -76,9 +79,9 @@ class HalfUpcast(SameDtype):
         for columns, strip in self._strips(weight):
             torch.mm(hidden, strip.t(), out=out[:, columns])
 
-    def dh(self, gradient: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def dh(self, gradient: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, first: bool = True) -> None:
         for columns, strip in self._strips(weight):
-            if columns.start == 0:
+            if first and columns.start == 0:
                 torch.mm(gradient[:, columns], strip, out=out)
             else:
                 out.addmm_(gradient[:, columns], strip)
@@ -102,13 +105,16 @@ class HalfOnCuda(SameDtype):
             self.unit = 2.0 ** (10 - math.frexp(scale)[1])
 
     def gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        return self.cast[: gradient.shape[0]].copy_(gradient)
+        return self.cast[: gradient.shape[0], : gradient.shape[1]].copy_(gradient)
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
 
-    def dh(self, gradient: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        torch.mm(gradient, weight, out_dtype=out.dtype, out=out)
+    def dh(self, gradient: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, first: bool = True) -> None:
+        if first:
+            torch.mm(gradient, weight, out_dtype=out.dtype, out=out)
+        else:
+            torch.addmm(out, gradient, weight, out_dtype=out.dtype, out=out)
 
     def dw(self, gradient: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, first: bool) -> None:
         if first:

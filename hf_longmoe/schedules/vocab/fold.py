@@ -1,0 +1,145 @@
+"""A block of logits, some tokens by some of the vocabulary: folded into statistics, or turned into a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_longmoe.schedules.numerics import accumulation_dtype
+from hf_longmoe.schedules.vocab.logits import LogitTransform
+from hf_longmoe.schedules.vocab.products import SameDtype, choose_products
+
+__all__ = ["Block", "Objective", "empty_statistics", "merge"]
+
+# Columns of a token's statistics, `[n, 4]`: its largest logit so far, the sum of exp(z - largest), the label's logit
+# (0 until its part of the vocabulary has come), and the sum of the logits, which only label smoothing needs.
+LARGEST, SUM, TARGET, TOTAL = range(4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """
+    What is computed from a token's logits; see `linear_cross_entropy`.
+
+    Arguments:
+        vocab_size: V, of all ranks.
+    """
+
+    vocab_size: int
+    transform: LogitTransform
+    label_smoothing: float
+    z_loss: float
+
+    def losses(self, statistics: torch.Tensor) -> torch.Tensor:
+        """`[n, 4]` of the whole vocabulary -> the tokens' losses `[n]`."""
+        largest, scale, target, total = statistics.unbind(1)
+        # Relative to the largest logit: for large logits lse - z[label] would cancel.
+        lse, smoothing = scale.log(), self.label_smoothing
+        loss = lse - (1.0 - smoothing) * (target - largest)
+        if smoothing:
+            loss = loss - smoothing * (total / self.vocab_size - largest)
+        if self.z_loss:
+            loss = loss + self.z_loss * (lse + largest).square()
+        return loss
+
+    def slopes(self, statistics: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
+        """`[n, 4]`, and the tokens' weights in the loss `[n]` -> `[n, 3]`: largest logit, factor of exp, weight."""
+        largest, scale, _, _ = statistics.unbind(1)
+        factor = coefficient / scale
+        if self.z_loss:
+            factor = factor * (1.0 + 2.0 * self.z_loss * (scale.log() + largest))
+        return torch.stack([largest, factor, coefficient], 1)
+
+
+def empty_statistics(tokens: int, like: torch.Tensor) -> torch.Tensor:
+    """Of no logits at all; in the dtype of sums."""
+    statistics = like.new_zeros(tokens, 4, dtype=accumulation_dtype(like.dtype))
+    statistics[:, LARGEST] = -torch.inf
+    return statistics
+
+
+def merge(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Statistics of two parts of the vocabulary -> of both."""
+    largest = torch.maximum(a[:, LARGEST], b[:, LARGEST])
+    merged = a + b
+    merged[:, SUM] = a[:, SUM] * _fade(a, largest) + b[:, SUM] * _fade(b, largest)
+    merged[:, LARGEST] = largest
+    return merged
+
+
+def _fade(statistics: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """What exp(z - old largest) is multiplied by to be exp(z - new largest); 1 where there is no logit yet."""
+    return torch.where(largest.isinf(), 1.0, (statistics[:, LARGEST] - largest).exp())
+
+
+class Block:
+    """
+    The one workspace of every block, `[rows, columns]`; a second one keeps the logits if a soft cap needs them.
+
+    Arguments:
+        rows, columns: tokens and vocabulary entries of a block at most.
+        like: a tensor of the device.
+        hidden_size: H.
+        dtype: what enters the products.
+        objective: of the whole call.
+        gradient: whether gradients will be asked for.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, like: torch.Tensor, hidden_size: int, dtype: torch.dtype, objective: Objective,
+        gradient: bool,
+    ) -> None:  # fmt: skip
+        self.objective, self.dtype, self.wide = objective, dtype, accumulation_dtype(dtype)
+        shape = like.new_empty((), dtype=dtype).expand(columns, hidden_size)
+        self.products: SameDtype = choose_products(rows, shape, objective.transform.scale)
+        self.buffer = like.new_empty(rows * columns, dtype=self.wide)
+        keep = gradient and objective.transform.softcap is not None
+        self.kept = like.new_empty(rows * columns, dtype=self.wide) if keep else None
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple:
+        """`hidden` `[n, H]` (as `products.hidden` gave it), `weight` `[v, H]`, `bias` `[v]` -> z `[n, v]`, kept."""
+        shape = (hidden.shape[0], weight.shape[0])
+        z = self.buffer[: shape[0] * shape[1]].view(shape)
+        kept = None if self.kept is None else self.kept[: z.numel()].view(shape)
+        self.products.logits(hidden, weight, z)
+        if bias is not None:
+            z.add_(bias)
+        self.objective.transform.forward_(z, kept)
+        return z, kept
+
+    def fold(self, z: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """
+        The statistics of z alone; z becomes exp(z - largest).
+
+        Arguments:
+            labels: `[n]`, int64, relative to the block's first entry; those outside of it are elsewhere's.
+        """
+        statistics = empty_statistics(z.shape[0], z)
+        if z.numel():
+            here, at = _within(labels, z.shape[1])
+            statistics[:, TARGET] = torch.where(here, z.gather(1, at).squeeze(1), 0.0)
+            if self.objective.label_smoothing:
+                statistics[:, TOTAL] = z.sum(1)
+            largest = z.amax(1)
+            statistics[:, LARGEST] = largest
+            statistics[:, SUM] = z.sub_(largest[:, None]).exp_().sum(1)
+        return statistics
+
+    def gradient(self, z: torch.Tensor, kept: Any, slopes: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """z, which is consumed -> the gradient of the projected logits, times `products.unit`, in the dtype of sums."""
+        if not z.numel():
+            return z
+        objective, unit = self.objective, self.products.unit * self.objective.transform.scale
+        largest, factor, weight = (column[:, None] for column in slopes.unbind(1))
+        z.sub_(largest).exp_().mul_(factor * unit)
+        if objective.label_smoothing:
+            z.sub_(weight * (objective.label_smoothing * unit / objective.vocab_size))
+        here, at = _within(labels, z.shape[1])
+        z.scatter_add_(1, at, torch.where(here[:, None], weight * ((objective.label_smoothing - 1.0) * unit), 0.0))
+        return objective.transform.backward_(z, kept)
+
+
+def _within(labels: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return (labels >= 0) & (labels < columns), labels.clamp(0, columns - 1).unsqueeze(1)

@@ -1,0 +1,158 @@
+"""
+Ring-DTP: the vocabulary projection with neither full logits nor the full weight on any rank.
+
+Each rank has tokens of its own and a part of the vocabulary. Either the tokens' hidden states travel round the ring
+and meet every part of the weight, or the parts of the weight travel and meet every token:
+
+    hop 0      own tile x own part               while the tile is being sent on
+    hop k      the tile from k ranks back        what it has gathered so far arrives one hop behind it, and goes on
+    hop P      what a tile has gathered is back home
+
+Forward gathers statistics (tokens) or nothing (weights); backward computes the logits once more and gathers gradients,
+in float32 at least: 8·T·V·H operations. What travels does so in tiles of the budget, and so does what stays: neither
+the number of tokens nor that of the vocabulary is in the peak. Follows arXiv 2609.14306, whose strip grows with the
+tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_longmoe.schedules.vocab.fold import Objective
+from hf_longmoe.schedules.vocab.head import operand_dtype
+from hf_longmoe.schedules.vocab.logits import LogitTransform
+from hf_longmoe.schedules.vocab.ring_pass import RingCall, RingLoss
+from hf_longmoe.schedules.vocab.ring_plan import TRAVELS, RingPlan, plan_ring, ring_tile
+from hf_longmoe.schedules.wire import Wire
+
+__all__ = ["ring_cross_entropy"]
+
+_NO_TRANSFORM = LogitTransform()
+
+
+@torch.compiler.disable(reason="the ring reads the numbers of valid labels")
+def ring_cross_entropy(
+    hidden: torch.Tensor,
+    shard: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    wire: Wire,
+    bias: torch.Tensor | None = None,
+    budget: int | str,
+    travel: str = "auto",
+    ignore_index: int = -100,
+    num_items: int | float | torch.Tensor | None = None,
+    transform: LogitTransform = _NO_TRANSFORM,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weight_scale: float = 1.0,
+) -> torch.Tensor:
+    """
+    [`linear_cross_entropy`] of this rank's tokens with a weight that is divided over the ranks, exact.
+
+    Every rank of the wire must call it, and its backward, also one without tokens or without a part of the weight.
+
+    Arguments:
+        hidden (`torch.Tensor`): [..., H], this rank's tokens.
+        shard (`torch.Tensor`): [v, H], this rank's rows of the weight; the rows of rank 0 come first, and so on.
+        labels (`torch.Tensor`): [...], integers, already shifted, of the whole vocabulary.
+        wire (`Wire`): to the ranks.
+        bias (`torch.Tensor`, *optional*): [v], this rank's part.
+        budget (`int` or `str`): bytes of logits, of tiles that travel, and of all that is made from them.
+        travel (`str`, defaults to `"auto"`): `"tokens"`, `"weights"`, or whichever sends less.
+        num_items (`int`, `float` or `torch.Tensor`, *optional*): what this rank's sum is divided by; the number of its
+            valid tokens if not given.
+        weight_scale (`float`, defaults to 1.0): factor of the gradients of `shard` and `bias`, which are of the sum of
+            all ranks' losses; 1 / (number of ranks) for that of the mean.
+        ignore_index, transform, label_smoothing, z_loss: as in [`linear_cross_entropy`].
+
+    Returns:
+        This rank's loss, a scalar of float32 (float64 for float64 operands); zero if none of its tokens is valid.
+
+    Raises:
+        `ValueError`: shapes or dtypes that do not fit or differ between ranks, a label outside of the vocabulary on
+            any rank (then on every rank), an unknown `travel`, or a budget below one block.
+        `RuntimeError`: in backward, with `create_graph=True`.
+        `PeerError`: another rank failed.
+    """
+    if travel not in TRAVELS:
+        raise ValueError(f"travel={travel!r} is unknown; choose one of {', '.join(TRAVELS)}.")
+    if shard.dim() != 2 or hidden.shape[-1] != shard.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)} and shard {tuple(shard.shape)} do not fit; give [..., H] and [v, H]."
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}; give one label a token."
+        )
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.detach().to(hidden.device).reshape(-1)
+    dtype = operand_dtype(hidden, shard, bias)
+    tile = ring_tile(budget, shard.shape[1], dtype=dtype, keep_logits=transform.softcap is not None)
+    valid = labels != ignore_index
+    terms = {
+        "vocab.budget (as entries of a block)": tile,
+        "travel": TRAVELS.index(travel),
+        "the hidden size": shard.shape[1],
+        "bytes of a number in the products": dtype.itemsize,
+        "whether hidden states need a gradient": int(hidden.requires_grad),
+        "whether the weight needs a gradient": int(shard.requires_grad),
+        "whether there is a bias": int(bias is not None) + int(bias is not None and bias.requires_grad),
+    }
+    counts, plan = _agree(wire, terms, labels, valid, shard.shape[0], tile, travel)
+    index = None
+    if counts != len(labels):
+        index = torch.nonzero_static(valid, size=counts).flatten()
+        labels = labels[index]
+    call = RingCall(
+        wire=wire,
+        plan=plan,
+        objective=Objective(
+            vocab_size=plan.vocab_size, transform=transform, label_smoothing=label_smoothing, z_loss=z_loss
+        ),
+        index=index,
+        labels=labels.long(),
+        items=_items(num_items, counts, hidden.device),
+        dtype=dtype,
+        weight_scale=weight_scale,
+    )
+    return RingLoss.apply(hidden, shard, bias, call)
+
+
+def _agree(
+    wire: Wire, terms: dict[str, int], labels: torch.Tensor, valid: torch.Tensor, entries: int, tile: int, travel: str
+) -> tuple[int, RingPlan]:
+    """The number of the rank's valid labels, and the plan: one gather, the only host synchronisation."""
+    with wire.together():
+        header = torch.tensor([*terms.values(), entries], dtype=torch.int64, device=labels.device)
+        if labels.numel():
+            inside = torch.where(valid, labels, 0)
+            mine = torch.stack([valid.sum(), inside.amin(), inside.amax()])
+        else:
+            mine = header.new_zeros(3)
+        found = wire.gather(torch.cat([header, mine.long()]))
+    for place, name in enumerate(terms):
+        values = [row[place] for row in found]
+        if len(set(values)) > 1:
+            raise ValueError(f"The ranks of the ring differ in {name}: {values}. Give every rank the same.")
+    tokens, all_entries = [row[-3] for row in found], [row[-4] for row in found]
+    vocab_size = sum(all_entries)
+    for rank, row in enumerate(found):
+        wrong = row[-2] if row[-2] < 0 else row[-1]
+        if not 0 <= wrong < max(vocab_size, 1):
+            raise ValueError(
+                f"labels of rank {rank} of the ring contain {wrong}, outside the vocabulary [0, {vocab_size}); use"
+                " ignore_index to leave tokens out."
+            )
+    return tokens[wire.rank], plan_ring(tokens, all_entries, tile, travel)
+
+
+def _items(num_items: int | float | torch.Tensor | None, count: int, device: torch.device) -> float | torch.Tensor:
+    if count == 0:
+        return 1.0  # the sum is zero, whatever it is divided by
+    if num_items is None:
+        return float(count)
+    if isinstance(num_items, torch.Tensor):
+        return num_items.detach().reshape(()).to(device)
+    if not 0 < num_items < float("inf"):
+        raise ValueError(f"num_items={num_items!r} must be a positive number: the tokens that the sum is divided by.")
+    return num_items

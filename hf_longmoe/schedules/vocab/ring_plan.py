@@ -1,0 +1,115 @@
+"""What travels round the ring, how far, and in tiles of what size. Integers only, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_longmoe.schedules.numerics import accumulation_dtype
+from hf_longmoe.schedules.vocab.rows import SMALLEST_TILE
+from hf_longmoe.sizes import format_bytes, parse_bytes
+
+__all__ = ["TRAVELS", "RingPlan", "plan_ring", "ring_bytes", "ring_tile"]
+
+TRAVELS = ("auto", "tokens", "weights")
+_PER_ITEM = 128  # labels, statistics and positions of one token of a tile
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """
+    Arguments:
+        tokens: valid tokens of each rank.
+        entries: vocabulary entries of each rank.
+        travel: `"tokens"` or `"weights"`.
+        tile: how many of what travels, and of what stays, are in a block.
+    """
+
+    tokens: tuple[int, ...]
+    entries: tuple[int, ...]
+    travel: str
+    tile: int
+
+    @property
+    def vocab_size(self) -> int:
+        return sum(self.entries)
+
+    def offset(self, rank: int) -> int:
+        """The first vocabulary entry of a rank."""
+        return sum(self.entries[:rank])
+
+    @property
+    def tiles(self) -> int:
+        """How many times something goes round the ring in one direction of a pass."""
+        most = max(self.tokens if self.travel == "tokens" else self.entries)
+        return -(-most // self.tile)
+
+    def part(self, rank: int, tile: int) -> slice:
+        """Which of a rank's tokens, or entries, are in a tile that travels; perhaps none."""
+        own = self.tokens[rank] if self.travel == "tokens" else self.entries[rank]
+        return slice(min(tile * self.tile, own), min((tile + 1) * self.tile, own))
+
+
+def ring_bytes(
+    moving: int, hidden_size: int, ranks: int, itemsize: int, wide: int, *, backward: bool = True, frozen: bool = False
+) -> int:
+    """
+    Bytes that a rank sends on average, statistics of tokens aside, if each rank has `moving` items that travel.
+
+    Forward: H·b·(P - 1) an item. Backward: as much once more, and its gradient, H·a·P. Of a frozen head, whose only
+    gradient is that of the hidden states, everything is computed in forward: tokens travel with their gradient, and
+    with the label's row of the weight, H·(a + b)·P; weights alone, and once more for the labels' rows.
+
+    Arguments:
+        itemsize, wide: b, bytes of an element of hidden states and weight; a, of sums.
+    """
+    once = hidden_size * itemsize * (ranks - 1)
+    if not backward:
+        return moving * once
+    return moving * (2 * once + hidden_size * wide * ranks)
+
+
+def ring_tile(budget: int | str, hidden_size: int, *, dtype: torch.dtype, keep_logits: bool) -> int:
+    """
+    The largest n, a multiple of 8, of which n travel and n stay in a block whose bytes fit in the budget.
+
+    With b the bytes of `dtype` and a those of sums, a block holds n·n of logits, a bytes each, twice with
+    `keep_logits`, and b more in a half precision (see `tile_bytes`); of what travels two tiles, n·H·b each, three of
+    its gradient, n·H·a each, and one upcast; of what stays one, gathered and upcast.
+
+    Raises:
+        `ValueError`: not even a block of 8 by 8 fits.
+    """
+    given = parse_bytes(budget, "vocab.budget")
+    wide = accumulation_dtype(dtype).itemsize
+    square = wide * (2 if keep_logits else 1) + (dtype.itemsize if dtype.itemsize < 4 else 0)
+    line = hidden_size * (3 * dtype.itemsize + 5 * wide) + 2 * _PER_ITEM
+
+    def needs(n: int) -> int:
+        return n * n * square + n * line
+
+    if needs(SMALLEST_TILE) > given:
+        raise ValueError(
+            f"vocab.budget={given} ({format_bytes(given)}) is too small: a block of {SMALLEST_TILE} tokens by"
+            f" {SMALLEST_TILE} vocabulary entries needs {needs(SMALLEST_TILE)} bytes;"
+            f' "{-(-needs(SMALLEST_TILE) // 2**10)}KiB" would work.'
+        )
+    n = (math.isqrt(line * line + 4 * square * given) - line) // (2 * square)
+    return n - n % SMALLEST_TILE
+
+
+def plan_ring(tokens: Sequence[int], entries: Sequence[int], tile: int, travel: str = "auto") -> RingPlan:
+    """
+    Arguments:
+        tokens, entries: valid tokens, and vocabulary entries, of each rank.
+        tile: see `ring_tile`.
+        travel: `"auto"` lets travel what there is less of: an item takes the same bytes either way.
+    """
+    if travel not in TRAVELS:
+        raise ValueError(f"travel={travel!r} is unknown; choose one of {', '.join(TRAVELS)}.")
+    if travel == "auto":
+        travel = "tokens" if sum(tokens) < sum(entries) else "weights"
+    return RingPlan(tuple(tokens), tuple(entries), travel, tile)
