@@ -96,7 +96,8 @@ class VocabConfig(_Part):
         budget (`int` or `str`, defaults to `"256MiB"`):
             Bytes of logits, and of everything computed from them, alive at once.
         schedule (`str`, defaults to `"auto"`):
-            `"auto"` or `"tiles"`: blocks of tokens against the full weight, on every rank.
+            `"tiles"`: blocks of tokens against the full weight, on every rank. `"ring"`: the weight stays divided over
+            the ranks (FSDP2), and tokens or parts of the weight travel. `"auto"`: the ring where it can be used.
         label_smoothing (`float`, defaults to 0.0):
             Share of the target spread over the whole vocabulary. Use it in place of
             `TrainingArguments.label_smoothing_factor`, which needs full logits.
@@ -115,7 +116,7 @@ class VocabConfig(_Part):
     def __post_init__(self) -> None:
         self._resolve()
         self._size("budget")
-        self._choice("schedule", ("auto", "tiles"))
+        self._choice("schedule", ("auto", "tiles", "ring"))
         self._number("label_smoothing", 0.0, 1.0)
         self._number("z_loss", 0.0, float("inf"))
 

@@ -77,8 +77,11 @@ def current_call() -> LossCall | None:
 class _Source:
     """What logits are formed from, and how the stock model would: it is the one owner of hidden states and weight."""
 
-    def __init__(self, call: LossCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, call: LossCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ring: Any
+    ) -> None:
         self.call: LossCall | None = call  # until it ends
+        self.ring, self.gathered = ring, False
         self.operands: tuple[torch.Tensor, ...] | None = (hidden, weight) if bias is None else (hidden, weight, bias)
         self.training, self.formed = call.training, False
         device = hidden.device.type
@@ -94,6 +97,8 @@ class _Source:
 
     def project(self, applied: tuple, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
         device, dtype, enabled = self.autocast
+        if self.ring is not None:
+            operands = operands[0], *map(self.ring.gathered, operands[1:])
         with torch.autocast(device, dtype=dtype, enabled=enabled):
             logits = nn.functional.linear(*operands)
             for func, arguments, options in applied:
@@ -105,16 +110,28 @@ def _versions(tensors: tuple[torch.Tensor, ...]) -> list[int | None]:
     return [None if t.is_inference() else t._version for t in tensors]
 
 
-def defer(call: LossCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> DeferredLogits:
+def defer(
+    call: LossCall,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ring: Any = None,
+    vocab_size: int | None = None,
+    gathered: bool = False,
+) -> DeferredLogits:
     """
     Arguments:
         hidden: `[..., H]`; weight: `[V, H]`; bias: `[V]` or `None`.
+        ring: where weight and bias are this rank's parts: a `ring_head.Ring`, and `vocab_size`, V.
+        gathered: FSDP2 holds the gathered weight until backward. It hooks the logits to gather it again by then, and
+            need not.
 
     Returns:
         What stands for `linear(hidden, weight, bias)`, `[..., V]`.
     """
-    source = _Source(call, hidden, weight, bias)
-    return _derive(source, Steps(), (*hidden.shape[:-1], weight.shape[0]), source.dtype, hidden.device)
+    source = _Source(call, hidden, weight, bias, ring)
+    source.gathered = gathered
+    return _derive(source, Steps(), (*hidden.shape[:-1], vocab_size or len(weight)), source.dtype, hidden.device)
 
 
 def _derive(source: _Source, steps: Steps, shape: tuple, dtype: torch.dtype, device: torch.device) -> DeferredLogits:
@@ -207,7 +224,7 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in SHAPE_ONLY:
+        if func in SHAPE_ONLY or func is torch.Tensor.register_hook and args[0].source.gathered:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         spent = (

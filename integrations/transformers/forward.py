@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput, logging
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, LossCall
 from hf_longmoe.integrations.transformers.experts import replaced_schedules
 from hf_longmoe.integrations.transformers.refusals import check_launch, check_shared_batch
+from hf_longmoe.integrations.transformers.ring_head import stand_in
 from hf_longmoe.peaks import component
 
 __all__ = ["patch_forward", "restore_model_forward"]
@@ -135,7 +136,9 @@ def _deferring(model: PreTrainedModel, training: bool, stock: Any, inputs: dict[
     call = LossCall(training)
     call.begin()
     try:
-        return _settled(model, call, stock(**inputs))
+        with stand_in(model, model.longmoe.head, model.longmoe.ring):
+            output = stock(**inputs)
+        return _settled(model, call, output)
     finally:
         call.end()
 

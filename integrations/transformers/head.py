@@ -20,9 +20,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_longmoe.config import VocabConfig
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, current_call, defer
-from hf_longmoe.schedules.vocab import linear_cross_entropy, tile_rows
+from hf_longmoe.integrations.transformers.ring_head import gathered_until_backward
+from hf_longmoe.schedules.vocab import linear_cross_entropy, ring_tile, tile_rows
 
-__all__ = ["TiledLoss", "head_report", "head_rows", "patch_head", "restore_head"]
+__all__ = ["TiledLoss", "head_report", "head_rows", "patch_head", "restore_head", "ring_rows"]
 
 
 def head_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig) -> int:
@@ -48,6 +49,12 @@ def head_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig) -
     return rows(weight.dtype)
 
 
+def ring_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig) -> int:
+    """Tokens, and vocabulary entries, of a block of the ring; raises as `head_rows` does."""
+    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+    return ring_tile(config.budget, lm_head.weight.shape[1], dtype=lm_head.weight.dtype, keep_logits=capped)
+
+
 def head_report(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
     """Why the schedule cannot take this head's loss over; `None` if it can."""
     if not isinstance(lm_head, nn.Linear):
@@ -62,7 +69,7 @@ def head_report(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
 
 
 def patch_head(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig) -> None:
-    lm_head.longmoe_head = True
+    lm_head.longmoe_head = "gathered" if gathered_until_backward(model, lm_head) else "own"
     lm_head.forward = MethodType(_head_forward, lm_head)
     model.loss_function = TiledLoss(config, model.loss_function, vars(model).get("_loss_function"))
 
@@ -82,11 +89,12 @@ def restore_head(model: PreTrainedModel) -> None:
 def _head_forward(self: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
     call = current_call()
     if call is not None and (isinstance(self, FSDPModule) or isinstance(self.weight, DTensor)):
-        call.fallback = "FSDP2 or tensor parallelism shards it, and frees the gathered weight before the loss"
-        call = None
+        if isinstance(self.weight, DTensor) or not self.longmoe_head == "gathered":
+            call.fallback = "FSDP2 or tensor parallelism shards it, and frees the gathered weight before the loss"
+            call = None
     if call is None:
         return type(self).forward(self, hidden_states)
-    return defer(call, hidden_states, self.weight, self.bias)
+    return defer(call, hidden_states, self.weight, self.bias, gathered=self.longmoe_head == "gathered")
 
 
 class TiledLoss:
@@ -133,11 +141,8 @@ class TiledLoss:
         if not deferred:
             return _formed_loss(config, logits, shift_labels.reshape(-1), num_items_in_batch, ignore_index)
         hidden, weight, *bias = logits.source.operands
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            shift_labels.reshape(hidden.shape[:-1]),
-            bias=bias[0] if bias else None,
+        labels, bias = shift_labels.reshape(hidden.shape[:-1]), bias[0] if bias else None
+        options = dict(
             budget=config.budget,
             ignore_index=ignore_index,
             num_items=num_items_in_batch,
@@ -145,6 +150,9 @@ class TiledLoss:
             label_smoothing=config.label_smoothing,
             z_loss=config.z_loss,
         )
+        if logits.source.ring is not None:
+            return logits.source.ring.loss(hidden, weight, bias, labels, **options)
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
 
 
 def _formed_loss(

@@ -67,7 +67,7 @@ CASTS = {
 SHAPE_ONLY = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (
-        *("shape", "dtype", "device", "requires_grad", "grad_fn", "layout", "ndim", "grad", "is_leaf"),
+        *("shape", "dtype", "device", "requires_grad", "grad_fn", "layout", "ndim", "grad", "is_leaf", "_base"),
         *("is_cuda", "is_cpu", "is_meta", "is_sparse", "itemsize", "nbytes"),
     )
 ) | _methods("size", "dim", "numel", "is_floating_point", "stride", "__len__", "element_size", "nelement")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
@@ -32,9 +33,16 @@ from hf_longmoe.integrations.transformers.experts import (
 )
 from hf_longmoe.integrations.transformers.families import Family, family_of
 from hf_longmoe.integrations.transformers.forward import patch_forward, restore_model_forward
-from hf_longmoe.integrations.transformers.head import head_report, head_rows, patch_head, restore_head
+from hf_longmoe.integrations.transformers.head import (
+    head_report,
+    head_rows,
+    patch_head,
+    restore_head,
+    ring_rows,
+)
 from hf_longmoe.integrations.transformers.refusals import check_model, why_left_alone
 from hf_longmoe.integrations.transformers.replay import patch_checkpointing, pin_routing, restore_checkpointing
+from hf_longmoe.integrations.transformers.ring_head import Ring, ring_of, why_no_ring
 from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
 from hf_longmoe.schedules.dispatch import GatedMLP, LocalDispatch, TokenTiles
 
@@ -65,6 +73,7 @@ class Patch:
     config: LongMoEConfig
     entries: list[Entry] = field(default_factory=list)
     head: str | None = None  # the name of the patched LM head
+    ring: Ring | None = None  # of a head whose weight stays divided
     router_loss: RouterLoss | None = None
     launch_checked: bool = False
     inside: bool = False  # whether the patched forward is running
@@ -247,8 +256,22 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
     if reason:
         patch.entries.append(Entry(name, "vocab", None, reason))
         return
-    rows = head_rows(model, lm_head, config)
-    tied = ", tied to the input embeddings" if model.get_input_embeddings().weight is lm_head.weight else ""
-    patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}"))
+    no_ring = why_no_ring(model, lm_head)
+    if config.schedule == "ring" and no_ring:
+        raise ValueError(
+            f'vocab.schedule="ring": {name} cannot use it: {no_ring}. "auto" takes tiles where it cannot be used.'
+        )
+    if config.schedule != "tiles" and not no_ring:
+        patch.ring = ring_of(model)
+        size = ring_rows(model, lm_head, config)
+        note = (
+            f"blocks of {size} tokens by {size} entries, over {patch.ring.wire.size} ranks; no rank gathers the weight"
+        )
+        patch.entries.append(Entry(name, "vocab", "ring", note))
+    else:
+        rows = head_rows(model, lm_head, config)
+        tied = ", tied to the input embeddings" if model.get_input_embeddings().weight is lm_head.weight else ""
+        gathers = f"; {no_ring}" if isinstance(lm_head.weight, DTensor) and no_ring else ""
+        patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}{gathers}"))
     patch.head = name
     yield partial(patch_head, model, lm_head, config)

@@ -1,0 +1,156 @@
+"""An LM head that FSDP2 divides over the data ranks and that no rank ever gathers: Ring-DTP under Transformers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from hf_longmoe.integrations.transformers.deferred import current_call, defer
+from hf_longmoe.schedules.vocab import ring_cross_entropy
+from hf_longmoe.schedules.wire import GroupWire
+
+__all__ = ["FREE", "Ring", "gathered_until_backward", "ring_of", "stand_in", "why_no_ring"]
+
+FREE = 'fsdp_plan={"lm_head": "free_full_weight"}'
+
+
+@dataclass(frozen=True)
+class Ring:
+    """
+    The ranks that share a head's weight.
+
+    Arguments:
+        wire: over the data ranks that hold different parts.
+        replicas: the group of the ranks that hold the same part (HSDP), if there are several.
+        data_ranks: all of them: FSDP2's gradients are the mean over these.
+    """
+
+    wire: GroupWire
+    replicas: Any
+    data_ranks: int
+
+    def loss(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels, **options: Any):
+        """`weight`, `bias`: this rank's parts."""
+        if self.replicas is not None:
+            weight = _SumOverReplicas.apply(weight, self.replicas)
+            bias = None if bias is None else _SumOverReplicas.apply(bias, self.replicas)
+        options |= {"bias": bias, "weight_scale": 1 / self.data_ranks}
+        return ring_cross_entropy(hidden, weight, labels, wire=self.wire, **options)
+
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole of a parameter of which each rank has a part; its gradient goes back as FSDP2's does."""
+        return _Gather.apply(part, self)
+
+
+def why_no_ring(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
+    """Why the head's weight cannot stay divided; `None` if it can."""
+    if not isinstance(lm_head.weight, DTensor):
+        return "its weight is not divided over ranks (FSDP2 through DistributedConfig does that)"
+    meshes = getattr(model, "_mesh_manager", None)
+    if meshes is None:
+        return "it was not divided by Transformers (DistributedConfig)"
+    if meshes.get_mesh("tp").size() > 1:
+        return "tensor parallelism divides it too"
+    if meshes.get_mesh("fsdp").size() == 1:
+        return "there is one data rank"
+    if model.get_input_embeddings().weight is lm_head.weight:
+        return "it is tied to the input embeddings, which gather it"
+    if not isinstance(lm_head, FSDPModule) or _style(model, lm_head) != "free_full_weight":
+        return f"FSDP2 gathers it together with the last norm; load with {FREE} to keep it divided"
+    return None
+
+
+def gathered_until_backward(model: PreTrainedModel, lm_head: nn.Module) -> bool:
+    """Whether FSDP2 keeps the gathered weight from the head's forward to its backward."""
+    meshes = getattr(model, "_mesh_manager", None)
+    return meshes is not None and meshes.get_mesh("tp").size() == 1 and _style(model, lm_head) == "keep_full_weight"
+
+
+def _style(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
+    name = next((name for name, module in model.named_modules() if module is lm_head), None)
+    return (model.fsdp_plan or {}).get(name)
+
+
+def ring_of(model: PreTrainedModel) -> Ring:
+    meshes = model._mesh_manager
+    replicas = meshes.get_mesh("dp_replicate")
+    ring = GroupWire(meshes.get_mesh("fsdp").get_group())
+    return Ring(ring, replicas.get_group() if replicas.size() > 1 else None, ring.size * replicas.size())
+
+
+class _StandIn(nn.Module):
+    """In the head's place while a loss is computed: FSDP2's hooks, which gather the weight, are on the head itself."""
+
+    def __init__(self, lm_head: nn.Module, ring: Ring) -> None:
+        super().__init__()
+        vars(self)["lm_head"] = lm_head  # not as a child: no parameter may be found twice
+        self.ring = ring
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["lm_head"], name)
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.lm_head.weight, self.lm_head.bias
+        parts = weight.to_local(), None if bias is None else bias.to_local()
+        return defer(current_call(), hidden_states, *parts, ring=self.ring, vocab_size=weight.shape[0])
+
+
+@contextlib.contextmanager
+def stand_in(model: PreTrainedModel, name: str, ring: Ring | None) -> Iterator[None]:
+    """Inside, the head called `name` is one that gathers nothing; without a ring nothing changes."""
+    if ring is None:
+        yield
+        return
+    parent, child = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+    lm_head = parent._modules[child]
+    parent._modules[child] = _StandIn(lm_head, ring)
+    try:
+        yield
+    finally:
+        parent._modules[child] = lm_head
+
+
+class _SumOverReplicas(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, ring: Ring):
+        ctx.ring, wire = ring, ring.wire
+        ctx.rows = [rows for (rows,) in wire.gather(torch.tensor([len(part)], device=part.device))]
+        sent = part.repeat(wire.size, *[1] * (part.dim() - 1))  # every part to every rank
+        return wire.exchange(sent, ctx.rows, [len(part)] * wire.size).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        wire, own = ctx.ring.wire, ctx.rows[ctx.ring.wire.rank]
+        parts = wire.exchange(gradient.contiguous(), [own] * wire.size, ctx.rows).wait()
+        mean = parts.view(wire.size, own, *parts.shape[1:]).sum(0) / ctx.ring.data_ranks
+        if ctx.ring.replicas is not None:
+            distributed.all_reduce(mean, group=ctx.ring.replicas)
+        return mean, None

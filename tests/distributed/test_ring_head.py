@@ -1,0 +1,76 @@
+"""An LM head that no rank gathers (Ring-DTP under FSDP2): losses, gradients, evaluation and saving are stock's."""
+
+import pytest
+
+DEFAULTS = {
+    "family": "mixtral",
+    "config": {},
+    "tied": False,
+    "sharding": {},
+    "own group": True,
+    "schedule": "auto",
+    "z_loss": 0.0,
+    "one masked": False,
+    "items": None,
+    "shifted": False,
+    "steps": 1,
+}
+TWO_RANKS = {
+    "ring": {},
+    "accumulation": {"steps": 2},
+    "a rank with every label masked": {"one masked": True},
+    "num_items_in_batch": {"items": 17},
+    "shift_labels": {"shifted": True},
+    "z-loss": {"z_loss": 0.01},
+    "granite: logits divided": {"family": "granitemoe", "config": {"logits_scaling": 4.0}},
+    "head gathered with the norm": {"own group": False},
+    "tied": {"tied": True, "own group": False},
+}
+FOUR_RANKS = {"four ranks": {}, "HSDP": {"sharding": {"fsdp_size": 2, "dp_replicate_size": 2}}}
+REFUSED = {
+    "ring forced, head gathered": {"schedule": "ring", "own group": False},
+    "ring forced, tied": {"schedule": "ring", "tied": True, "own group": False},
+}
+
+
+@pytest.fixture(scope="module")
+def two(launch):
+    cases = {name: {**DEFAULTS, **case} for name, case in {**TWO_RANKS, **REFUSED}.items()}
+    return launch("ring_head_worker.py", 2, cases)
+
+
+@pytest.fixture(scope="module")
+def four(launch):
+    return launch("ring_head_worker.py", 4, {name: {**DEFAULTS, **case} for name, case in FOUR_RANKS.items()})
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks(two, name):
+    check(two, name, 65, {**DEFAULTS, **TWO_RANKS[name]})
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_four_ranks(four, name):
+    check(four, name, 65 if name == "HSDP" else 33, DEFAULTS)
+
+
+def check(found, name, entries, case):
+    for rank in found:
+        result = rank[name]
+        errors = result["errors"]
+        assert len(errors) > 10 and max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+        assert result["evaluation"] < 1e-5 and result["saved"] and result["restored"]
+        (line,) = result["report"]
+        if case["own group"]:
+            assert "vocab, ring (" in line and result["entries held"] <= entries
+        elif case["tied"]:
+            assert "vocab, tiles (" in line and "tied" in line
+        else:
+            assert "vocab, tiles (" in line and 'fsdp_plan={"lm_head": "free_full_weight"}' in line
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_ring_that_is_forced_and_cannot_be_is_refused_with_the_reason(two, name):
+    for rank in two:
+        assert 'vocab.schedule="ring"' in rank[name]["refused"]
+        assert ("tied" in rank[name]["refused"]) == ("tied" in name)
