@@ -13,9 +13,9 @@ from hf_longmoe.schedules.vocab.products import SameDtype, choose_products
 
 __all__ = ["Block", "Objective", "empty_statistics", "merge"]
 
-# Columns of a token's statistics, `[n, 4]`: its largest logit so far, the sum of exp(z - largest), the label's logit
-# (0 until its part of the vocabulary has come), and the sum of the logits, which only label smoothing needs.
-LARGEST, SUM, TARGET, TOTAL = range(4)
+# Columns of a token's statistics, `[n, 3]`: its largest logit so far, the sum of exp(z - largest), and the mean of the
+# logits under the wanted distribution: the label's logit, which label smoothing mixes with that of all.
+LARGEST, SUM, TARGET = range(3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,29 +33,27 @@ class Objective:
     z_loss: float
 
     def losses(self, statistics: torch.Tensor) -> torch.Tensor:
-        """`[n, 4]` of the whole vocabulary -> the tokens' losses `[n]`."""
-        largest, scale, target, total = statistics.unbind(1)
+        """`[n, 3]` of the whole vocabulary -> the tokens' losses `[n]`."""
+        largest, scale, target = statistics.unbind(1)
         # Relative to the largest logit: for large logits lse - z[label] would cancel.
-        lse, smoothing = scale.log(), self.label_smoothing
-        loss = lse - (1.0 - smoothing) * (target - largest)
-        if smoothing:
-            loss = loss - smoothing * (total / self.vocab_size - largest)
+        lse = scale.log()
+        loss = lse - (target - largest)
         if self.z_loss:
             loss = loss + self.z_loss * (lse + largest).square()
         return loss
 
     def slopes(self, statistics: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
-        """`[n, 4]`, and the tokens' weights in the loss `[n]` -> `[n, 3]`: largest logit, factor of exp, weight."""
-        largest, scale, _, _ = statistics.unbind(1)
+        """`[n, 3]`, and the tokens' weight in the loss, a scalar -> `[n, 3]`: largest logit, factor of exp, weight."""
+        largest, scale, _ = statistics.unbind(1)
         factor = coefficient / scale
         if self.z_loss:
             factor = factor * (1.0 + 2.0 * self.z_loss * (scale.log() + largest))
-        return torch.stack([largest, factor, coefficient], 1)
+        return torch.stack([largest, factor, coefficient.expand_as(factor)], 1)
 
 
 def empty_statistics(tokens: int, like: torch.Tensor) -> torch.Tensor:
     """Of no logits at all; in the dtype of sums."""
-    statistics = like.new_zeros(tokens, 4, dtype=accumulation_dtype(like.dtype))
+    statistics = like.new_zeros(tokens, 3, dtype=accumulation_dtype(like.dtype))
     statistics[:, LARGEST] = -torch.inf
     return statistics
 
@@ -98,7 +96,7 @@ class Block:
         keep = gradient and objective.transform.softcap is not None
         self.kept = like.new_empty(rows * columns, dtype=self.wide) if keep else None
 
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple:
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple:
         """`hidden` `[n, H]` (as `products.hidden` gave it), `weight` `[v, H]`, `bias` `[v]` -> z `[n, v]`, kept."""
         shape = (hidden.shape[0], weight.shape[0])
         z = self.buffer[: shape[0] * shape[1]].view(shape)
@@ -119,16 +117,18 @@ class Block:
         statistics = empty_statistics(z.shape[0], z)
         if z.numel():
             here, at = _within(labels, z.shape[1])
-            statistics[:, TARGET] = torch.where(here, z.gather(1, at).squeeze(1), 0.0)
-            if self.objective.label_smoothing:
-                statistics[:, TOTAL] = z.sum(1)
+            smoothing = self.objective.label_smoothing
+            target = torch.where(here, z.gather(1, at).squeeze(1), 0.0).mul_(1.0 - smoothing)
+            if smoothing:
+                target.add_(z.sum(1), alpha=smoothing / self.objective.vocab_size)
+            statistics[:, TARGET] = target
             largest = z.amax(1)
             statistics[:, LARGEST] = largest
             statistics[:, SUM] = z.sub_(largest[:, None]).exp_().sum(1)
         return statistics
 
     def gradient(self, z: torch.Tensor, kept: Any, slopes: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """z, which is consumed -> the gradient of the projected logits, times `products.unit`, in the dtype of sums."""
+        """z, which is consumed -> the projected logits' gradient, times `products.unit`, in the dtype of sums."""
         if not z.numel():
             return z
         objective, unit = self.objective, self.products.unit * self.objective.transform.scale

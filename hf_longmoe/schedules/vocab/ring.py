@@ -16,13 +16,17 @@ tokens.
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
+from hf_longmoe.schedules.vocab.checks import check_num_items, check_objective, flatten_tokens
 from hf_longmoe.schedules.vocab.fold import Objective
 from hf_longmoe.schedules.vocab.head import operand_dtype
 from hf_longmoe.schedules.vocab.logits import LogitTransform
-from hf_longmoe.schedules.vocab.ring_pass import RingCall, RingLoss
-from hf_longmoe.schedules.vocab.ring_plan import TRAVELS, RingPlan, plan_ring, ring_tile
+from hf_longmoe.schedules.vocab.ring_hops import RingCall
+from hf_longmoe.schedules.vocab.ring_loss import RingLoss
+from hf_longmoe.schedules.vocab.ring_plan import TRAVELS, plan_ring, ring_tile
 from hf_longmoe.schedules.wire import Wire
 
 __all__ = ["ring_cross_entropy"]
@@ -75,75 +79,83 @@ def ring_cross_entropy(
         `RuntimeError`: in backward, with `create_graph=True`.
         `PeerError`: another rank failed.
     """
-    if travel not in TRAVELS:
-        raise ValueError(f"travel={travel!r} is unknown; choose one of {', '.join(TRAVELS)}.")
-    if shard.dim() != 2 or hidden.shape[-1] != shard.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and shard {tuple(shard.shape)} do not fit; give [..., H] and [v, H]."
+    with wire.together():
+        if travel not in TRAVELS:
+            raise ValueError(f"travel={travel!r} is unknown; choose one of {', '.join(TRAVELS)}.")
+        hidden, labels, _ = flatten_tokens(hidden, shard, labels, bias)
+        check_objective(label_smoothing, z_loss)
+        check_num_items(num_items)
+        dtype = operand_dtype(hidden, shard, bias)
+        tile = ring_tile(budget, shard.shape[1], dtype=dtype, keep_logits=transform.softcap is not None)
+        needs = tuple(
+            torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, shard, bias)
         )
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}; give one label a token."
-        )
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.detach().to(hidden.device).reshape(-1)
-    dtype = operand_dtype(hidden, shard, bias)
-    tile = ring_tile(budget, shard.shape[1], dtype=dtype, keep_logits=transform.softcap is not None)
-    valid = labels != ignore_index
-    terms = {
-        "vocab.budget (as entries of a block)": tile,
-        "travel": TRAVELS.index(travel),
-        "the hidden size": shard.shape[1],
-        "bytes of a number in the products": dtype.itemsize,
-        "whether hidden states need a gradient": int(hidden.requires_grad),
-        "whether the weight needs a gradient": int(shard.requires_grad),
-        "whether there is a bias": int(bias is not None) + int(bias is not None and bias.requires_grad),
-    }
-    counts, plan = _agree(wire, terms, labels, valid, shard.shape[0], tile, travel)
-    index = None
-    if counts != len(labels):
-        index = torch.nonzero_static(valid, size=counts).flatten()
-        labels = labels[index]
+        valid = labels != ignore_index
+        terms = {
+            "transform, label_smoothing or z_loss (as a checksum)": zlib.crc32(
+                repr((transform, float(label_smoothing), float(z_loss))).encode()
+            ),
+            "vocab.budget (as entries of a block)": tile,
+            "travel": TRAVELS.index(travel),
+            "the hidden size": shard.shape[1],
+            "bytes of a number in the products": dtype.itemsize,
+            "whether hidden states need a gradient": int(needs[0]),
+            "whether the weight needs a gradient": int(needs[1]),
+            "whether there is a bias": int(bias is not None),
+            "whether the bias needs a gradient": int(needs[2]),
+        }
+        found = _gather(wire, labels, valid, [*terms.values(), shard.shape[0]])
+    tokens, entries = _agree(list(terms), found)
+    count, index = tokens[wire.rank], None
+    if count != len(labels):
+        index = torch.nonzero_static(valid, size=count).flatten().int()
+    del valid
+    with wire.together():
+        items = _items(num_items, count, hidden.device)
+    plan = plan_ring(tokens, entries, tile, travel)
+    objective = Objective(
+        vocab_size=plan.vocab_size, transform=transform, label_smoothing=label_smoothing, z_loss=z_loss
+    )
     call = RingCall(
         wire=wire,
         plan=plan,
-        objective=Objective(
-            vocab_size=plan.vocab_size, transform=transform, label_smoothing=label_smoothing, z_loss=z_loss
-        ),
+        objective=objective,
         index=index,
-        labels=labels.long(),
-        items=_items(num_items, counts, hidden.device),
+        labels=labels,
+        items=items,
         dtype=dtype,
+        needs=needs,
         weight_scale=weight_scale,
     )
     return RingLoss.apply(hidden, shard, bias, call)
 
 
-def _agree(
-    wire: Wire, terms: dict[str, int], labels: torch.Tensor, valid: torch.Tensor, entries: int, tile: int, travel: str
-) -> tuple[int, RingPlan]:
-    """The number of the rank's valid labels, and the plan: one gather, the only host synchronisation."""
-    with wire.together():
-        header = torch.tensor([*terms.values(), entries], dtype=torch.int64, device=labels.device)
-        if labels.numel():
-            inside = torch.where(valid, labels, 0)
-            mine = torch.stack([valid.sum(), inside.amin(), inside.amax()])
-        else:
-            mine = header.new_zeros(3)
-        found = wire.gather(torch.cat([header, mine.long()]))
-    for place, name in enumerate(terms):
-        values = [row[place] for row in found]
+def _gather(wire: Wire, labels: torch.Tensor, valid: torch.Tensor, numbers: list[int]) -> list[list[int]]:
+    """[*numbers, valid labels, the smallest, the largest] of every rank: the only host synchronisation."""
+    header = torch.tensor(numbers, dtype=torch.int64, device=labels.device)
+    if labels.numel():
+        inside = torch.where(valid, labels, 0)
+        mine = torch.stack([valid.sum(), inside.amin(), inside.amax()])
+    else:
+        mine = header.new_zeros(3)
+    return wire.gather(torch.cat([header, mine.long()]))
+
+
+def _agree(terms: list[str], found: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Valid tokens, and vocabulary entries, of every rank. What is wrong is refused on every rank alike."""
+    for name, values in zip(terms, zip(*found, strict=True), strict=False):
         if len(set(values)) > 1:
-            raise ValueError(f"The ranks of the ring differ in {name}: {values}. Give every rank the same.")
-    tokens, all_entries = [row[-3] for row in found], [row[-4] for row in found]
-    vocab_size = sum(all_entries)
-    for rank, row in enumerate(found):
-        wrong = row[-2] if row[-2] < 0 else row[-1]
+            raise ValueError(f"The ranks of the ring differ in {name}: {list(values)}. Give every rank the same.")
+    entries, tokens, smallest, largest = zip(*(row[len(terms) :] for row in found), strict=True)
+    vocab_size = sum(entries)
+    for rank, (low, high) in enumerate(zip(smallest, largest, strict=True)):
+        wrong = low if low < 0 else high
         if not 0 <= wrong < max(vocab_size, 1):
             raise ValueError(
                 f"labels of rank {rank} of the ring contain {wrong}, outside the vocabulary [0, {vocab_size}); use"
                 " ignore_index to leave tokens out."
             )
-    return tokens[wire.rank], plan_ring(tokens, all_entries, tile, travel)
+    return list(tokens), list(entries)
 
 
 def _items(num_items: int | float | torch.Tensor | None, count: int, device: torch.device) -> float | torch.Tensor:
@@ -153,6 +165,6 @@ def _items(num_items: int | float | torch.Tensor | None, count: int, device: tor
         return float(count)
     if isinstance(num_items, torch.Tensor):
         return num_items.detach().reshape(()).to(device)
-    if not 0 < num_items < float("inf"):
-        raise ValueError(f"num_items={num_items!r} must be a positive number: the tokens that the sum is divided by.")
+    if num_items == 0:
+        raise ValueError(f"num_items=0, but {count} tokens have labels; give the number of tokens.")
     return num_items

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from hf_longmoe.schedules.vocab.checks import check_num_items, check_objective, flatten_tokens
 from hf_longmoe.schedules.vocab.head import HeadPlan, operand_dtype
 from hf_longmoe.schedules.vocab.labels import select_valid
 from hf_longmoe.schedules.vocab.log_probs import LogProbs
@@ -69,16 +70,14 @@ def linear_cross_entropy(
         `ValueError`: shapes or dtypes that do not fit, a label outside the vocabulary, or a budget below one tile.
         `RuntimeError`: in backward, with `create_graph=True`.
     """
-    hidden, labels, shape = _flatten(hidden, weight, labels, bias)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing={label_smoothing!r} must be in [0, 1].")
-    if not 0.0 <= z_loss < float("inf"):
-        raise ValueError(f"z_loss={z_loss!r} must be non-negative and finite.")
+    hidden, labels, shape = flatten_tokens(hidden, weight, labels, bias)
+    check_objective(label_smoothing, z_loss)
+    check_num_items(num_items)
     tiling = _tiling(hidden, weight, bias, budget, transform, statistics)
     plan = LossPlan(
         **tiling,
         valid=select_valid(labels, ignore_index, weight.shape[0]),
-        num_items=_check_num_items(num_items),
+        num_items=num_items,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
@@ -110,29 +109,10 @@ def token_log_probs(
     Raises:
         As [`linear_cross_entropy`].
     """
-    hidden, labels, shape = _flatten(hidden, weight, labels, bias)
+    hidden, labels, shape = flatten_tokens(hidden, weight, labels, bias)
     tiling = _tiling(hidden, weight, bias, budget, transform, False)
     plan = HeadPlan(**tiling, valid=select_valid(labels, ignore_index, weight.shape[0]))
     return LogProbs.apply(hidden, weight, bias, plan).view(shape)
-
-
-def _flatten(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
-    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} do not fit; give [..., H] and [V, H]."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give [V].")
-    if labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}; give one label a token."
-        )
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"labels have dtype {labels.dtype}; give integers, class probabilities are not supported.")
-    labels = labels.detach().to(hidden.device)
-    return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), labels.shape
 
 
 def _tiling(
@@ -149,15 +129,3 @@ def _tiling(
     rows = tile_rows(budget, vocab_size, hidden_size, dtype=dtype, keep_logits=keep_logits, bias=bias is not None)
     rows = max(1, min(rows, hidden.shape[0]))
     return {"dtype": dtype, "rows": rows, "keep_logits": keep_logits, "transform": transform}
-
-
-def _check_num_items(num_items: int | float | torch.Tensor | None) -> float | torch.Tensor | None:
-    if num_items is None or isinstance(num_items, torch.Tensor):
-        if num_items is not None and num_items.numel() != 1:
-            raise ValueError(
-                f"num_items has shape {tuple(num_items.shape)}; give a number or a tensor of one element."
-            )
-        return num_items
-    if not 0 <= num_items < float("inf"):
-        raise ValueError(f"num_items={num_items!r} must be a positive number: the tokens that the sum is divided by.")
-    return num_items

@@ -1,0 +1,156 @@
+"""`ring_cross_entropy` over gloo ranks: exact beside one process, in whatever way it travels; what it refuses."""
+
+import math
+
+import pytest
+
+UNEVEN = [13, 0, 25, 40]
+ALL = dict(bias=True, masked="some", softcap=5.0, scale=0.5, smoothing=0.1, z_loss=1e-2, items=[7, 7, 9, 9])
+WHAT = {
+    "plain": {},
+    "even": dict(tokens=[24] * 4),
+    "9 entries": dict(vocab=9),
+    "64 entries": dict(vocab=64),
+    "no tokens": dict(tokens=[0] * 4, bias=True),
+    "some masked": dict(masked="some"),
+    "a rank masked": dict(masked=[2], bias=True),
+    "all masked": dict(masked=[0, 1, 2, 3], bias=True, softcap=3.0),
+    "bias": dict(bias=True),
+    "softcap": dict(softcap=2.0),
+    "scale": dict(scale=0.25),
+    "smoothing": dict(smoothing=0.2),
+    "z-loss": dict(z_loss=0.05),
+    "all of them": ALL,
+    "all of them, 9 entries": dict(ALL, vocab=9),
+    "all of them, one block": dict(ALL, budget="1MiB"),
+    "items as a tensor": dict(items=[3, 5, 50, 6], items_as_tensor=True),
+    "frozen weight": dict(frozen=["shard"]),
+    "frozen hidden": dict(frozen=["hidden"], bias=True),
+    "frozen bias": dict(frozen=["bias"], bias=True),
+    "only the bias": dict(frozen=["hidden", "shard"], bias=True),
+    "frozen weight, trained bias": dict(frozen=["shard"], bias=True, masked="some"),
+    "all frozen": dict(frozen=["hidden", "shard", "bias"], bias=True),
+    "accumulation": dict(ALL, steps=3),
+    "backward twice": dict(ALL, twice=True),
+    "no_grad": dict(ALL, no_grad=True),
+    "weight_scale": dict(bias=True, weight_scale=0.25),
+    "the same bits again": dict(ALL, again=True),
+}
+DIRECTIONS = ("tokens", "weights")
+EXACT = {
+    f"{name}, {travel}": dict(kind="exact", **{**dict(vocab=101, tokens=UNEVEN, travel=travel), **case})
+    for name, case in WHAT.items()
+    for travel in DIRECTIONS
+}
+LARGE = {
+    f"32001 entries, {travel}": dict(
+        kind="exact", vocab=32_001, tokens=[40, 24, 9, 0], travel=travel, dtype="float32", budget="256KiB"
+    )
+    for travel in DIRECTIONS
+}
+HALF = {
+    f"{name}, {travel}": dict(
+        kind="half", vocab=257, hidden=32, tokens=[24] * 4, travel=travel, budget=60_000, items=[96] * 4, **case
+    )
+    for name, case in {"bf16": {}, "bf16, frozen": dict(frozen=["shard"])}.items()
+    for travel in DIRECTIONS
+}
+SMALL = dict(kind="fails", vocab=101, tokens=[13, 8, 25, 40], travel="tokens")
+LABELS = "labels of rank 1 of the ring contain {}, outside the vocabulary [0, 101)"
+# On every rank alike.
+ALIKE = {
+    "a label too large": (dict(label=101), LABELS.format(101)),
+    "a label below zero": (dict(label=-3), LABELS.format(-3)),
+    "budgets": (dict(budget=40_000), "ranks of the ring differ in vocab.budget"),
+    "travel": (dict(travel="weights"), "ranks of the ring differ in travel"),
+    "bias": (dict(bias=True), "ranks of the ring differ in whether there is a bias"),
+    "frozen": (dict(frozen=["shard"]), "ranks of the ring differ in whether the weight needs a gradient"),
+    "the soft cap": (dict(transform=dict(softcap=3.0)), "ranks of the ring differ in transform"),
+    "smoothing": (dict(label_smoothing=0.5), "ranks of the ring differ in transform, label_smoothing or z_loss"),
+}
+# On rank 1, whose message the others get.
+ALONE = {
+    "dtype": (dict(dtype="float32"), "dtypes differ (hidden float32, weight float64)"),
+    "unknown travel": (dict(travel="both"), "travel='both' is unknown; choose one of auto, tokens, weights"),
+    "small budget": (dict(budget=100), "vocab.budget=100 (100 B) is too small"),
+    "no items": (dict(num_items=0), "num_items=0, but 8 tokens have labels"),
+    "negative smoothing": (dict(label_smoothing=-1.0), "label_smoothing=-1.0 must be in [0, 1]"),
+}
+REFUSED = {f"refused, {name}": dict(SMALL, odd=odd) for name, (odd, _) in {**ALIKE, **ALONE}.items()}
+BREAKS = {
+    f"breaks in {within}, {travel}": dict(SMALL, breaks=within, after=3, all=dict(travel=travel))
+    for within in ("forward", "backward")
+    for travel in DIRECTIONS
+}
+OTHERS = {"create_graph": dict(SMALL, create_graph=True)}
+PAIR = {
+    f"{name}, {travel}": {**EXACT[f"{name}, {travel}"], "tokens": [13, 30], "items": [7, 9], "masked": "some"}
+    for name in ("plain", "all of them", "frozen weight")
+    for travel in DIRECTIONS
+}
+
+
+@pytest.fixture(scope="module")
+def four(launch):
+    return launch("ring_worker.py", 4, {**EXACT, **LARGE, **HALF, **REFUSED, **BREAKS, **OTHERS}, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def two(launch):
+    return launch("ring_worker.py", 2, PAIR)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_beside_one_process(four, name):
+    expected = 1 if "no_grad" in name or "all frozen" in name else 2
+    for rank in four:
+        assert len(rank[name]) >= expected and max(rank[name]) <= 1e-12, rank[name]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_vocabulary_that_nothing_divides(four, name):
+    assert all(max(rank[name]) <= 1e-5 for rank in four)
+
+
+@pytest.mark.parametrize("name", PAIR)
+def test_exact_on_two_ranks(two, name):
+    assert all(len(rank[name]) >= 2 and max(rank[name]) <= 1e-12 for rank in two)
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision_errs_no_more_than_stock(four, name):
+    for place, gradient in enumerate(("dh", "dW")):
+        ours, stock = (math.sqrt(sum(rank[name][path][place] for rank in four)) for path in ("ours", "stock"))
+        assert stock > 0
+        if gradient == "dW" and "frozen" in name:
+            assert ours == 0
+        else:
+            assert 0 < ours <= 1.05 * stock
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_refused_on_every_rank(four, name):
+    for rank in four:
+        said = rank[f"refused, {name}"]
+        assert said and said.startswith("ValueError: ") and ALIKE[name][1] in said, said
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_a_rank_refuses_alone_ends_the_others(four, name):
+    for number, rank in enumerate(four):
+        said = rank[f"refused, {name}"]
+        assert said and said.startswith("ValueError" if number == 1 else "PeerError"), said
+        assert ALONE[name][1] in said, said
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_rank_that_breaks_ends_the_others_with_its_message(four, name):
+    for number, rank in enumerate(four):
+        said = rank[name]
+        assert said and said.startswith("ArithmeticError" if number == 1 else "PeerError"), said
+        assert "the product has broken" in said
+
+
+def test_a_second_derivative_is_refused(four):
+    for rank in four:
+        assert "ring_cross_entropy has no second derivative" in rank["create_graph"]
