@@ -34,7 +34,8 @@ class Pending:
 
     def wait(self) -> torch.Tensor:
         self._wait()
-        received, self._received, self._sent = self._received, None, None
+        received = self._received
+        self._received = self._sent = self._wait = None  # the collective itself holds both tensors too
         return received
 
 
