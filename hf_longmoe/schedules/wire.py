@@ -90,7 +90,7 @@ class GroupWire:
         )
         row = send[0].nbytes if send.shape[0] else 0
         self.sent_bytes += (sum(sent) - sent[self.rank]) * row
-        wait = work.wait if send.is_cuda else lambda: self._await(work)
+        wait = (lambda: self._await(work)) if send.device.type == "cpu" else work.wait
         return Pending(buffer, send, wait)
 
     @contextlib.contextmanager

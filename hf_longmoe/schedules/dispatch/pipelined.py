@@ -106,8 +106,8 @@ class _Call:
     # -- forward -----------------------------------------------------------------------------------------------------
     def forward(self, x: torch.Tensor, w: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         total = accumulation_dtype(x.dtype)
-        out = torch.zeros_like(x)
         with self.wire.together():
+            out = torch.zeros_like(x)
             for routed in self.routing.blocks:
                 part = out[routed.tokens]
                 sums = part if total == x.dtype else torch.zeros_like(part, dtype=total)
@@ -157,24 +157,24 @@ class _Call:
         total = accumulation_dtype(x.dtype)
         # Half precision: float32 while it fits, else the model's dtype, in which stock kernels add a token's slots.
         wide = self.sizes.token_block is None or x.shape[0] <= self.sizes.token_block
-        grad_x = torch.zeros_like(x, dtype=total if wide else x.dtype)
-        grad_w = torch.zeros(w.numel(), dtype=total, device=w.device)
         routed = self.routing.whole
-        grads = WeightGradients(
-            params,
-            needs[2:],
-            self.block.stacked,
-            [routed.totals[expert] for expert in routed.home],
-            max_open=self.sizes.max_open,
-        )
         with self.wire.together():
+            grad_x = torch.zeros_like(x, dtype=total if wide else x.dtype)
+            grad_w = torch.zeros(w.numel(), dtype=total, device=w.device)
+            grads = WeightGradients(
+                params,
+                needs[2:],
+                self.block.stacked,
+                [routed.totals[expert] for expert in routed.home],
+                max_open=self.sizes.max_open,
+            )
             carried = w.reshape(-1).to(torch.promote_types(total, params[0].dtype))  # at least as wide as a column
             self._backward(routed, (x, g, carried), params, (grad_x, grad_w, grads), needs[2:])
-        return (
-            grad_x.to(x.dtype) if needs[0] else None,
-            grad_w.view_as(w).to(w.dtype) if needs[1] else None,
-            *grads.finish(params),
-        )
+            return (
+                grad_x.to(x.dtype) if needs[0] else None,
+                grad_w.view_as(w).to(w.dtype) if needs[1] else None,
+                *grads.finish(params),
+            )
 
     def _backward(self, routed: Routed, given: Any, params: Any, into: Any, wanted: Sequence[bool]) -> None:
         x, g, w = given
@@ -202,7 +202,8 @@ class _Call:
             back = buffer.new_empty(buffer.shape[0], hidden + bits)
             for tile in self._tiles(routed, wave):
                 experts, base = self._experts(tile, routed, lending, params)
-                sums = grads if tile.first in routed.home else lending.gradients(tile.first, wanted)
+                own = tile.first in routed.home or not self.trains  # frozen experts have no gradients to keep
+                sums = grads if own else lending.gradients(tile.first, wanted)
                 weight = gather_rows(buffer[:, 2 * hidden :], tile.parts).view(w.dtype)[:, 0]
                 rows_x = gather_rows(buffer[:, :hidden], tile.parts)
                 rows_g = gather_rows(buffer[:, hidden : 2 * hidden], tile.parts)

@@ -83,7 +83,8 @@ def route(
     with wire.together():
         ids = index.reshape(-1).to(torch.int32)
         ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
-        header = torch.tensor([*terms.values(), -(-x.shape[0] // size)], dtype=torch.int64, device=x.device)
+        header = torch.tensor([*terms.values(), -(-x.shape[0] // size)], dtype=torch.int64)
+        header = header.to(x.device, non_blocking=True)  # or the host would wait here too
         found = wire.gather(torch.cat([header, _count(ids, experts + 1)[:experts]]))
     _check_terms(list(terms), [row[: len(terms)] for row in found])
     blocks = max(1, *(row[len(terms)] for row in found))
@@ -130,8 +131,8 @@ def _plan(
 
 def _count(ids: torch.Tensor, bins: int) -> torch.Tensor:
     """Not `bincount`, which waits for an accelerator to know its size."""
-    ones = torch.ones_like(ids, dtype=torch.int64)
-    return ones.new_zeros(bins).scatter_add_(0, ids.to(torch.int64), ones)
+    one = torch.ones((), dtype=torch.int64, device=ids.device)
+    return one.new_zeros(bins).scatter_add_(0, ids.to(torch.int64), one.expand(ids.shape))
 
 
 def _terms(
