@@ -137,7 +137,9 @@ def why_not(experts: nn.Module, ranks: int) -> str | None:
     """Why the experts cannot run on the pipelined schedule; `None` if they can."""
     if not is_experts(experts):
         return "does not go through Transformers' experts interface"
-    dtype = next(experts.parameters()).dtype
+    dtype = next((param.dtype for param in experts.parameters()), None)
+    if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
+        return "is quantised, so it has no weights to compute gradients for"
     for name, param in experts.named_parameters():
         count = _local_shape(param, ranks)[0]
         if "." in name or count != experts.num_experts:
