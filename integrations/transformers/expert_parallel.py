@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "install",
     "is_expert_parallel",
     "pipelined",
+    "replaced_implementations",
     "sizes_of",
     "uninstall",
     "why_not",
@@ -196,6 +198,13 @@ def pipelined(module: nn.Module) -> PipelinedLLEP | None:
     """What runs the module on the pipelined schedule, if it does: loaded with it, or patched."""
     cells = vars(module)["forward"].__closure__ if is_expert_parallel(module) else ()
     return next((c.cell_contents for c in cells if isinstance(c.cell_contents, PipelinedLLEP)), None)
+
+
+def replaced_implementations(model: nn.Module) -> Iterator[str]:
+    """Names of patched modules that somebody has given another `forward` since."""
+    for name, module in model.named_modules():
+        if "longmoe_ep_forward" in vars(module) and pipelined(module) is None:
+            yield name
 
 
 def install(model: PreTrainedModel, experts: nn.Module, settings: ExpertSettings) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, LossCall
+from hf_longmoe.integrations.transformers.expert_parallel import replaced_implementations
 from hf_longmoe.integrations.transformers.experts import replaced_schedules
 from hf_longmoe.integrations.transformers.refusals import check_launch, check_shared_batch
 from hf_longmoe.integrations.transformers.ring_head import stand_in
@@ -126,7 +127,7 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 def _check_first_step(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     check_launch()
     check_shared_batch(model, inputs.get("input_ids"))
-    for name in replaced_schedules(model):
+    for name in (*replaced_schedules(model), *replaced_implementations(model)):
         raise RuntimeError(_REPLACED.format(what=f"The forward of {name}"))
     model.longmoe.launch_checked = True
 

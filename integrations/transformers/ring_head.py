@@ -132,7 +132,7 @@ class _SumOverReplicas(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        gradient = gradient.contiguous()
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # another may hold what came
         distributed.all_reduce(gradient, group=ctx.group)
         return gradient, None
 

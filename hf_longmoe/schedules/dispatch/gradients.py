@@ -78,7 +78,7 @@ class WeightGradients:
         if in_place and segment.first:
             total.zero_()
         if left.is_cuda:
-            total.add_(torch.mm(left.T, right, out_dtype=total.dtype))
+            torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
         else:  # no product of half-precision operands with a float32 result here: cast a few rows at a time
             for a, b in zip(left.split(512), right.split(512), strict=True):
                 total.addmm_(a.T.to(total.dtype), b.to(total.dtype))

@@ -159,7 +159,7 @@ class _Call:
         wide = self.sizes.token_block is None or x.shape[0] <= self.sizes.token_block
         routed = self.routing.whole
         with self.wire.together():
-            grad_x = torch.zeros_like(x, dtype=total if wide else x.dtype)
+            grad_x = torch.zeros_like(x, dtype=total if wide else x.dtype) if needs[0] else None
             grad_w = torch.zeros(w.numel(), dtype=total, device=w.device)
             grads = WeightGradients(
                 params,
@@ -171,7 +171,7 @@ class _Call:
             carried = w.reshape(-1).to(torch.promote_types(total, params[0].dtype))  # at least as wide as a column
             self._backward(routed, (x, g, carried), params, (grad_x, grad_w, grads), needs[2:])
             return (
-                grad_x.to(x.dtype) if needs[0] else None,
+                None if grad_x is None else grad_x.to(x.dtype),
                 grad_w.view_as(w).to(w.dtype) if needs[1] else None,
                 *grads.finish(params),
             )
@@ -221,7 +221,7 @@ class _Call:
         def land(computed: tuple) -> None:
             rows, returning, coming = computed
             values, token = returning.wait(), rows // routed.k
-            for s in row_slices(*values.shape):
+            for s in row_slices(*values.shape) if grad_x is not None else ():
                 grad_x.index_add_(0, token[s], values[s, :hidden].to(grad_x.dtype))
             weights = values[:, hidden:].contiguous().view(w.dtype)[:, 0]
             grad_w.index_copy_(0, rows.long(), weights.to(grad_w.dtype))

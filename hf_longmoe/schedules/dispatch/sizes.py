@@ -88,7 +88,8 @@ def pipeline_sizes(
     if span is not None:  # the model's own kernel: the gradients of a tile's experts, as a temporary
         free -= free // 4
     least = max(ranks, MIN_ROWS)
-    smallest = least * wire + MIN_ROWS * compute
+    # While a wave is sent, that to be computed next still has its send buffer, in the place of a tile.
+    smallest = least * wire + max(MIN_ROWS * compute, least * hidden * size)
     unit = weight_bytes + gradient_bytes
     others = (ranks - 1) * params[0].shape[0]
     foreign = min(free // 2, max(_LENT * unit, free // _SHARE), others * unit)
