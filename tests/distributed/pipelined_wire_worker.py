@@ -8,7 +8,11 @@ from ranks import main, mesh_of
 from torch import distributed
 from torch.utils.checkpoint import checkpoint
 
+from hf_longmoe.schedules.dispatch import GatedMLP, PipelinedDispatch, PipelineSizes
+from hf_longmoe.schedules.dispatch.exchange import ExchangeCaps
+from hf_longmoe.schedules.dispatch.foreign import Lending
 from hf_longmoe.schedules.replay import checkpoint_once, pin_top_k
+from hf_longmoe.schedules.wire import GroupWire
 
 HIDDEN, EXPERTS = 16, 8
 
@@ -173,7 +177,38 @@ def fails(case):
     return said
 
 
-KINDS = {"counts": counts, "flip": flip, "refused": refused, "batches": batches, "fails": fails}
+def borrowed(case):
+    """The most bytes of borrowed weights and their gradients that are held at the end of a wave's tiles."""
+    rank, size, hidden, count, tokens = distributed.get_rank(), distributed.get_world_size(), 16, 8, 256
+    expert = 3 * hidden * hidden * 4
+    caps = ExchangeCaps(
+        rows=64, foreign=4 * expert, weight_bytes=expert, gradient_bytes=expert, imbalance=1.1, depth=1
+    )
+    held, drop = [], Lending.drop
+
+    def watched(self, wave):
+        weights = sum(view.nbytes for views in self._weights.values() for view in views)
+        held.append(weights + sum(rows.nbytes for rows in self._going.values()))
+        drop(self, wave)
+
+    Lending.drop = watched
+    try:
+        record, generator = [], torch.Generator().manual_seed(rank)
+        schedule = PipelinedDispatch(
+            GroupWire(distributed.group.WORLD), PipelineSizes(caps, 64, None, None, None, 0), False, record.append
+        )
+        shapes = [(count, 2 * hidden, hidden), (count, hidden, hidden)]
+        params = [torch.randn(s, generator=generator).requires_grad_(case["train"]) for s in shapes]
+        x = torch.randn(tokens, hidden, generator=generator).requires_grad_()
+        index = (torch.arange(tokens) % count)[:, None]  # all to rank 0's
+        block = GatedMLP(torch.nn.functional.silu, silu=True)
+        schedule(x, index, torch.rand(tokens, 1, generator=generator), block, params).sum().backward()
+    finally:
+        Lending.drop = drop
+    return {"held": max(held), "cap": caps.foreign, "moves": len(record[0].whole.plan.moves), "size": size}
+
+
+KINDS = {"borrowed": borrowed, "counts": counts, "flip": flip, "refused": refused, "batches": batches, "fails": fails}
 
 
 if __name__ == "__main__":

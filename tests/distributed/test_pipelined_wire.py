@@ -47,9 +47,11 @@ FAILS = {
     for kernel, imbalance, after in [("auto", 100.0, 0), ("auto", 1.0, 3), ("model", 1.0, 1)]
 }
 
+BORROWED = {f"borrowed, {name}": dict(kind="borrowed", train=name == "trained") for name in ("trained", "frozen")}
+
 
 def cases(ranks):
-    return {**COUNTS, **FLIPS, **REFUSED, **BATCHES, **FAILS}
+    return {**BORROWED, **COUNTS, **FLIPS, **REFUSED, **BATCHES, **FAILS}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,14 @@ def test_a_step_exchanges_each_wave_twice_in_each_direction(found, name):
         backward = {str(OUT): waves, str(BACK): waves, str(EXPERT): result["fetching"] + result["returning"]}
         assert result["forward"] == {call: n for call, n in forward.items() if n}
         assert result["backward"] == {call: n for call, n in backward.items() if n}  # no gather, no second forward
+
+
+@pytest.mark.parametrize("name", BORROWED)
+def test_borrowed_experts_stay_within_their_cap_trained_or_frozen(found, name):
+    for rank in found:
+        result = rank[name]
+        assert result["moves"] > 4 and result["held"] <= result["cap"]
+    assert max(rank[name]["held"] for rank in found) > 0
 
 
 @pytest.mark.parametrize("name", FLIPS)
