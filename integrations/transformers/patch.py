@@ -40,7 +40,7 @@ from hf_longmoe.integrations.transformers.head import (
     restore_head,
     ring_rows,
 )
-from hf_longmoe.integrations.transformers.refusals import check_model, why_left_alone
+from hf_longmoe.integrations.transformers.refusals import check_expert_dtype, check_model, why_left_alone
 from hf_longmoe.integrations.transformers.replay import patch_checkpointing, pin_routing, restore_checkpointing
 from hf_longmoe.integrations.transformers.ring_head import Ring, ring_of, why_no_ring
 from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
@@ -191,6 +191,7 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
         if is_expert_parallel(module):
             settings = ExpertSettings(config, family.output_saved_after)
             ranks = model._mesh_manager.get_mesh("ep").size()
+            check_expert_dtype(name, module, sharding)
             if reason := why_not(module, ranks):
                 patch.entries.append(Entry(name, "dispatch", None, reason))
             else:

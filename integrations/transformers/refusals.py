@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.schedules.wire import GroupWire
 
-__all__ = ["check_launch", "check_model", "check_shared_batch", "why_left_alone"]
+__all__ = ["check_expert_dtype", "check_launch", "check_model", "check_shared_batch", "why_left_alone"]
 
 _FSDP1 = "hf_longmoe: FSDP1 flattens parameters; use FSDP2 (fsdp_version: 2 in the accelerate config)."
 
@@ -79,6 +80,21 @@ def check_launch() -> None:
                 f"The launch asks for {kind}_size={size} (ParallelismConfig), which hf_longmoe does not take yet; set"
                 f" {kind}_size to 1."
             )
+
+
+def check_expert_dtype(name: str, experts: nn.Module, sharding: DistributedConfig) -> None:
+    """
+    Raises:
+        `ValueError`: experts in float16 or float64 of which FSDP2 holds one copy: it divides their gradients by the
+            number of data ranks twice (torch 2.13; float32 and bfloat16 are right).
+    """
+    dtype = next((p.dtype for p in experts.parameters()), None)
+    if dtype in (torch.float16, torch.float64) and sharding.efsdp_size == 1 and sharding.dp_size > 1:
+        raise ValueError(
+            f"patch_model: {name} is {str(dtype).removeprefix('torch.')}, in which FSDP2 divides the gradients of"
+            " experts that it holds one copy of (ep_size == fsdp_size * tp_size) twice; load the model in bfloat16 or"
+            " float32."
+        )
 
 
 def check_shared_batch(model: PreTrainedModel, input_ids: torch.Tensor | None) -> None:

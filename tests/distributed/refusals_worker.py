@@ -34,7 +34,9 @@ def run(case):
         os.environ[name] = value
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path[0], dtype=torch.float32, distributed_config=DistributedConfig(**sharding)
+            path[0],
+            dtype=getattr(torch, case.get("dtype", "float32")),
+            distributed_config=DistributedConfig(**sharding),
         ).train()
         if "budget" in case:
             before = {name: vars(m).get("forward") for name, m in model.named_modules()}

@@ -9,6 +9,8 @@ CASES = {
     "budget, at load": ({"environment": {"LONGMOE_DISPATCH_BUDGET": "1KiB"}}, ["dispatch.budget=1024", "at least"]),
     "budget, patched": ({"budget": "1KiB"}, ["dispatch.budget=1024", "at least"]),
     "budgets that differ": ({"budget": ["1MiB", "2MiB"]}, ["dispatch.budget", "same config on every rank"]),
+    "experts in float16": ({"dtype": "float16", "budget": "1MiB"}, ["float16", "bfloat16 or float32"]),
+    "experts in bfloat16": ({"dtype": "bfloat16", "budget": "1MiB"}, None),
     "one batch for a TP group": ({"sharding": TP, "budget": "1MiB"}, None),
     "a TP group given different batches": (
         {"sharding": TP, "budget": "1MiB", "other batches": True},
