@@ -78,7 +78,7 @@ def test_the_bound_is_not_far_above_what_is_held(found, name):
     """Where nothing is lent, half of the budget still waits for experts that could be; too small a one is all rows."""
     results = [rank[name] for rank in found]
     held = max(result["backward"] - 24 * result["rows"] for result in results)
-    assert held >= (0.9 if name == "bytes, few rows" else 0.2) * results[0]["bound"]
+    assert held >= (0.85 if name == "bytes, few rows" else 0.2) * results[0]["bound"]
 
 
 @pytest.mark.parametrize("name", FEW)
