@@ -42,7 +42,9 @@ FOUR_RANKS = {
 
 @pytest.fixture(scope="module")
 def two(launch):
-    return launch("families_worker.py", 2, {name: {**DEFAULTS, **case} for name, case in TWO_RANKS.items()})
+    return launch(
+        "families_worker.py", 2, {name: {**DEFAULTS, **case} for name, case in TWO_RANKS.items()}, timeout=180
+    )
 
 
 @pytest.fixture(scope="module")

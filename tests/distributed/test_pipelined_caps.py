@@ -57,7 +57,7 @@ def cases(ranks):
 
 @pytest.fixture(scope="module")
 def found(launch):
-    return launch("pipelined_caps_worker.py", 4, cases(4))
+    return launch("pipelined_caps_worker.py", 4, cases(4), timeout=180)
 
 
 @pytest.mark.parametrize("name", {**BYTES, **FEW, **OTHER})

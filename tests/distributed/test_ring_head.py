@@ -36,7 +36,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def two(launch):
     cases = {name: {**DEFAULTS, **case} for name, case in {**TWO_RANKS, **REFUSED}.items()}
-    return launch("ring_head_worker.py", 2, cases)
+    return launch("ring_head_worker.py", 2, cases, timeout=180)
 
 
 @pytest.fixture(scope="module")
