@@ -67,6 +67,7 @@ class Head:
         case = self.case
         hidden, shard, bias = leaves
         settings = dict(
+            labels=self.labels[self.own_tokens(self.rank)],
             wire=GroupWire(distributed.group.WORLD),
             bias=bias,
             budget=case.get("budget", 20_000),
@@ -77,7 +78,7 @@ class Head:
             z_loss=case.get("z_loss", 0.0),
             weight_scale=case.get("weight_scale", 1.0),
         )
-        return ring_cross_entropy(hidden, shard, self.labels[self.own_tokens(self.rank)], **{**settings, **more})
+        return ring_cross_entropy(hidden, shard, **{**settings, **more})
 
     def stock_losses(self, hidden, weight, bias):
         """Of every rank, in one process, by torch alone: its own mean, or its sum over the items."""
@@ -162,7 +163,7 @@ def same_bits(head):
         leaves = head.leaves()
         loss = head.ring(leaves)
         loss.backward()
-        found.append([loss.detach(), *(leaf.grad for leaf in leaves if leaf is not None)])
+        found.append([loss.detach(), *(leaf.grad for leaf in leaves if leaf is not None and leaf.requires_grad)])
     return [0.0 if torch.equal(a, b) else float("inf") for a, b in zip(*found, strict=True)]
 
 

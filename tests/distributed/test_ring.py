@@ -24,7 +24,6 @@ WHAT = {
     "all of them, 9 entries": dict(ALL, vocab=9),
     "all of them, one block": dict(ALL, budget="1MiB"),
     "items as a tensor": dict(items=[3, 5, 50, 6], items_as_tensor=True),
-    "frozen weight": dict(frozen=["shard"]),
     "frozen hidden": dict(frozen=["hidden"], bias=True),
     "frozen bias": dict(frozen=["bias"], bias=True),
     "only the bias": dict(frozen=["hidden", "shard"], bias=True),
@@ -35,6 +34,25 @@ WHAT = {
     "no_grad": dict(ALL, no_grad=True),
     "weight_scale": dict(bias=True, weight_scale=0.25),
     "the same bits again": dict(ALL, again=True),
+}
+# The gradient of the hidden states alone: one pass, but for smoothing under a soft cap.
+FROZEN = dict(frozen=["shard", "bias"])
+CAPPED = dict(FROZEN, bias=True, masked="some", softcap=2.0, scale=0.5, z_loss=1e-2, items=[7, 7, 9, 9])
+WHAT |= {
+    "frozen head": FROZEN,
+    "frozen head, some masked": dict(FROZEN, masked="some"),
+    "frozen head, a rank masked": dict(FROZEN, masked=[2]),
+    "frozen head, all masked": dict(FROZEN, masked=[0, 1, 2, 3]),
+    "frozen head, no tokens": dict(FROZEN, tokens=[0] * 4),
+    "frozen head, capped": CAPPED,
+    "frozen head, capped, 9 entries": dict(CAPPED, vocab=9),
+    "frozen head, capped, one block": dict(CAPPED, budget="1MiB"),
+    "frozen head, capped, twice": dict(CAPPED, twice=True),
+    "frozen head, capped, accumulation": dict(CAPPED, steps=2),
+    "frozen head, capped, the same bits again": dict(CAPPED, again=True),
+    "frozen head, smoothing": dict(FROZEN, smoothing=0.2, scale=0.5, z_loss=0.05, masked="some"),
+    "frozen head, smoothing, 9 entries": dict(FROZEN, smoothing=0.2, vocab=9),
+    "frozen head, all of them": {**ALL, **FROZEN},
 }
 DIRECTIONS = ("tokens", "weights")
 EXACT = {
@@ -85,14 +103,14 @@ BREAKS = {
 OTHERS = {"create_graph": dict(SMALL, create_graph=True)}
 PAIR = {
     f"{name}, {travel}": {**EXACT[f"{name}, {travel}"], "tokens": [13, 30], "items": [7, 9], "masked": "some"}
-    for name in ("plain", "all of them", "frozen weight")
+    for name in ("plain", "all of them", "frozen head", "frozen head, capped", "frozen head, smoothing")
     for travel in DIRECTIONS
 }
 
 
 @pytest.fixture(scope="module")
 def four(launch):
-    return launch("ring_worker.py", 4, {**EXACT, **LARGE, **HALF, **REFUSED, **BREAKS, **OTHERS}, timeout=300)
+    return launch("ring_worker.py", 4, {**EXACT, **LARGE, **HALF, **REFUSED, **BREAKS, **OTHERS}, timeout=280)
 
 
 @pytest.fixture(scope="module")

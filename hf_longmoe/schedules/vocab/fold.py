@@ -11,7 +11,7 @@ from hf_longmoe.schedules.numerics import accumulation_dtype
 from hf_longmoe.schedules.vocab.logits import LogitTransform
 from hf_longmoe.schedules.vocab.products import SameDtype, choose_products
 
-__all__ = ["Block", "Objective", "empty_statistics", "merge"]
+__all__ = ["Block", "Objective", "empty_statistics", "fade", "merge", "within"]
 
 # Columns of a token's statistics, `[n, 3]`: its largest logit so far, the sum of exp(z - largest), and the mean of the
 # logits under the wanted distribution: the label's logit, which label smoothing mixes with that of all.
@@ -62,12 +62,12 @@ def merge(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Statistics of two parts of the vocabulary -> of both."""
     largest = torch.maximum(a[:, LARGEST], b[:, LARGEST])
     merged = a + b
-    merged[:, SUM] = a[:, SUM] * _fade(a, largest) + b[:, SUM] * _fade(b, largest)
+    merged[:, SUM] = a[:, SUM] * fade(a, largest) + b[:, SUM] * fade(b, largest)
     merged[:, LARGEST] = largest
     return merged
 
 
-def _fade(statistics: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+def fade(statistics: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """What exp(z - old largest) is multiplied by to be exp(z - new largest); 1 where there is no logit yet."""
     return torch.where(largest.isinf(), 1.0, (statistics[:, LARGEST] - largest).exp())
 
@@ -107,22 +107,23 @@ class Block:
         self.objective.transform.forward_(z, kept)
         return z, kept
 
-    def fold(self, z: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def fold(self, z: torch.Tensor, labels: torch.Tensor, at_least: torch.Tensor | None = None) -> torch.Tensor:
         """
         The statistics of z alone; z becomes exp(z - largest).
 
         Arguments:
             labels: `[n]`, int64, relative to the block's first entry; those outside of it are elsewhere's.
+            at_least: `[n]`, taken for the largest where the block's own is smaller.
         """
         statistics = empty_statistics(z.shape[0], z)
         if z.numel():
-            here, at = _within(labels, z.shape[1])
+            here, at = within(labels, z.shape[1])
             smoothing = self.objective.label_smoothing
             target = torch.where(here, z.gather(1, at).squeeze(1), 0.0).mul_(1.0 - smoothing)
             if smoothing:
                 target.add_(z.sum(1), alpha=smoothing / self.objective.vocab_size)
             statistics[:, TARGET] = target
-            largest = z.amax(1)
+            largest = z.amax(1) if at_least is None else torch.maximum(z.amax(1), at_least)
             statistics[:, LARGEST] = largest
             statistics[:, SUM] = z.sub_(largest[:, None]).exp_().sum(1)
         return statistics
@@ -136,10 +137,11 @@ class Block:
         z.sub_(largest).exp_().mul_(factor * unit)
         if objective.label_smoothing:
             z.sub_(weight * (objective.label_smoothing * unit / objective.vocab_size))
-        here, at = _within(labels, z.shape[1])
+        here, at = within(labels, z.shape[1])
         z.scatter_add_(1, at, torch.where(here[:, None], weight * ((objective.label_smoothing - 1.0) * unit), 0.0))
         return objective.transform.backward_(z, kept)
 
 
-def _within(labels: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def within(labels: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the labels are in [0, `columns`), and a valid column for every one, `[n, 1]`."""
     return (labels >= 0) & (labels < columns), labels.clamp(0, columns - 1).unsqueeze(1)

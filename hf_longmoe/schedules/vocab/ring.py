@@ -9,7 +9,8 @@ and meet every part of the weight, or the parts of the weight travel and meet ev
     hop P      what a tile has gathered is back home
 
 Forward gathers statistics (tokens) or nothing (weights); backward computes the logits once more and gathers gradients,
-in float32 at least: 8·T·V·H operations. What travels does so in tiles of the budget, and so does what stays: neither
+in float32 at least: 8·T·V·H operations. Where the weight is frozen, one pass gathers both, at 4·T·V·H (see
+`ring_frozen.py`). What travels does so in tiles of the budget, and so does what stays: neither
 the number of tokens nor that of the vocabulary is in the peak. Follows arXiv 2609.14306, whose strip grows with the
 tokens.
 """
@@ -26,7 +27,7 @@ from hf_longmoe.schedules.vocab.head import operand_dtype
 from hf_longmoe.schedules.vocab.logits import LogitTransform
 from hf_longmoe.schedules.vocab.ring_hops import RingCall
 from hf_longmoe.schedules.vocab.ring_loss import RingLoss
-from hf_longmoe.schedules.vocab.ring_plan import TRAVELS, plan_ring, ring_tile
+from hf_longmoe.schedules.vocab.ring_plan import TRAVELS, RingPlan, choose_travel, ring_tile
 from hf_longmoe.schedules.wire import Wire
 
 __all__ = ["ring_cross_entropy"]
@@ -112,10 +113,11 @@ def ring_cross_entropy(
     del valid
     with wire.together():
         items = _items(num_items, count, hidden.device)
-    plan = plan_ring(tokens, entries, tile, travel)
-    objective = Objective(
-        vocab_size=plan.vocab_size, transform=transform, label_smoothing=label_smoothing, z_loss=z_loss
-    )
+    objective = Objective(vocab_size=sum(entries), transform=transform, label_smoothing=label_smoothing, z_loss=z_loss)
+    one_pass = needs == (True, False, False) and not (label_smoothing and transform.softcap is not None)
+    if travel == "auto":
+        travel = choose_travel(sum(tokens), sum(entries), wire.size, dtype, needs, one_pass)
+    plan = RingPlan(tuple(tokens), tuple(entries), travel, tile)
     call = RingCall(
         wire=wire,
         plan=plan,
@@ -125,6 +127,7 @@ def ring_cross_entropy(
         items=items,
         dtype=dtype,
         needs=needs,
+        one_pass=one_pass,
         weight_scale=weight_scale,
     )
     return RingLoss.apply(hidden, shard, bias, call)

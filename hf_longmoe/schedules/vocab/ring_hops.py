@@ -26,6 +26,7 @@ class RingCall:
         items: what the sum of the losses is divided by: a number, or a tensor of one element.
         dtype: what enters the products.
         needs: whether hidden states, weight and bias need a gradient.
+        one_pass: whether forward gathers the gradient as well.
         weight_scale: factor of the gradients of weight and bias.
     """
 
@@ -37,6 +38,7 @@ class RingCall:
     items: float | torch.Tensor
     dtype: torch.dtype
     needs: tuple[bool, bool, bool]
+    one_pass: bool
     weight_scale: float
 
 

@@ -12,10 +12,10 @@ from hf_longmoe.schedules.numerics import accumulation_dtype
 from hf_longmoe.schedules.vocab.rows import SMALLEST_TILE
 from hf_longmoe.sizes import format_bytes, parse_bytes
 
-__all__ = ["TRAVELS", "RingPlan", "plan_ring", "ring_bytes", "ring_tile"]
+__all__ = ["TRAVELS", "RingPlan", "choose_travel", "ring_bytes", "ring_tile"]
 
 TRAVELS = ("auto", "tokens", "weights")
-_PER_ITEM = 128  # labels, statistics and positions of one token of a tile
+_PER_ITEM = 128  # labels, statistics and positions of one token of a tile, twice
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,40 @@ class RingPlan:
 
 
 def ring_bytes(
-    moving: int, hidden_size: int, ranks: int, itemsize: int, wide: int, *, backward: bool = True, frozen: bool = False
+    travel: str,
+    moving: int,
+    hidden_size: int,
+    ranks: int,
+    itemsize: int,
+    wide: int,
+    *,
+    backward: bool = True,
+    returns: bool = True,
+    frozen: bool = False,
 ) -> int:
     """
-    Bytes that a rank sends on average, statistics of tokens aside, if each rank has `moving` items that travel.
+    Bytes that a rank sends in a step if each has `moving` items that travel; that all send, if they have so many.
 
     Forward: H·b·(P - 1) an item. Backward: as much once more, and its gradient, H·a·P. Of a frozen head, whose only
     gradient is that of the hidden states, everything is computed in forward: tokens travel with their gradient, and
     with the label's row of the weight, H·(a + b)·P; weights alone, and once more for the labels' rows.
+    Aside: of each token that travels a label, 8 bytes, as often as its hidden states, and 3·a of statistics, P times
+    in forward and P - 1 times in backward; of each vocabulary entry b and a of a bias; and H·a·(P - 1) a rank where
+    label smoothing meets a frozen head.
 
     Arguments:
+        travel: `"tokens"` or `"weights"`.
         itemsize, wide: b, bytes of an element of hidden states and weight; a, of sums.
+        backward: whether there are gradients at all.
+        returns: whether what travels gathers one.
+        frozen: whether one pass is enough, see `ring_frozen.py`.
     """
-    once = hidden_size * itemsize * (ranks - 1)
+    once = moving * hidden_size * itemsize * (ranks - 1)
     if not backward:
-        return moving * once
-    return moving * (2 * once + hidden_size * wide * ranks)
+        return once
+    if frozen:
+        return once + moving * hidden_size * (wide + itemsize) * ranks if travel == "tokens" else 2 * once
+    return 2 * once + (moving * hidden_size * wide * ranks if returns else 0)
 
 
 def ring_tile(budget: int | str, hidden_size: int, *, dtype: torch.dtype, keep_logits: bool) -> int:
@@ -77,8 +95,9 @@ def ring_tile(budget: int | str, hidden_size: int, *, dtype: torch.dtype, keep_l
     The largest n, a multiple of 8, of which n travel and n stay in a block whose bytes fit in the budget.
 
     With b the bytes of `dtype` and a those of sums, a block holds n·n of logits, a bytes each, twice with
-    `keep_logits`, and b more in a half precision (see `tile_bytes`); of what travels two tiles, n·H·b each, three of
-    its gradient, n·H·a each, and one upcast; of what stays one, gathered and upcast.
+    `keep_logits`, and b more in a half precision (see `tile_bytes`); n·H·b five times: two tiles of what travels, one
+    of what stays, two of labels' rows; n·H·a five times: three gradients of what travels, and what stays, or its
+    gradient, gathered and upcast.
 
     Raises:
         `ValueError`: not even a block of 8 by 8 fits.
@@ -86,7 +105,7 @@ def ring_tile(budget: int | str, hidden_size: int, *, dtype: torch.dtype, keep_l
     given = parse_bytes(budget, "vocab.budget")
     wide = accumulation_dtype(dtype).itemsize
     square = wide * (2 if keep_logits else 1) + (dtype.itemsize if dtype.itemsize < 4 else 0)
-    line = hidden_size * (3 * dtype.itemsize + 5 * wide) + 2 * _PER_ITEM
+    line = hidden_size * 5 * (dtype.itemsize + wide) + 2 * _PER_ITEM
 
     def needs(n: int) -> int:
         return n * n * square + n * line
@@ -101,15 +120,19 @@ def ring_tile(budget: int | str, hidden_size: int, *, dtype: torch.dtype, keep_l
     return n - n % SMALLEST_TILE
 
 
-def plan_ring(tokens: Sequence[int], entries: Sequence[int], tile: int, travel: str = "auto") -> RingPlan:
+def choose_travel(tokens: int, entries: int, ranks: int, dtype: torch.dtype, needs: Sequence[bool], one: bool) -> str:
     """
+    What sends fewer bytes, `ring_bytes` of each way.
+
     Arguments:
-        tokens, entries: valid tokens, and vocabulary entries, of each rank.
-        tile: see `ring_tile`.
-        travel: `"auto"` lets travel what there is less of: an item takes the same bytes either way.
+        tokens, entries: of all ranks.
+        dtype: what enters the products.
+        needs: whether hidden states, weight and bias need a gradient.
+        one: whether one pass is enough.
     """
-    if travel not in TRAVELS:
-        raise ValueError(f"travel={travel!r} is unknown; choose one of {', '.join(TRAVELS)}.")
-    if travel == "auto":
-        travel = "tokens" if sum(tokens) < sum(entries) else "weights"
-    return RingPlan(tuple(tokens), tuple(entries), travel, tile)
+    sizes = (1, ranks, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    by_tokens, by_weights = (
+        ring_bytes(travel, moving, *sizes, backward=any(needs), returns=returns, frozen=one)
+        for travel, moving, returns in (("tokens", tokens, needs[0]), ("weights", entries, needs[1]))
+    )
+    return "tokens" if by_tokens < by_weights else "weights"
