@@ -26,6 +26,7 @@ from benchmarks.report import environment, missed, table
 BENCHMARKS = {
     "dispatch": "benchmarks.dispatch",
     "expert_parallel": "benchmarks.expert_parallel",
+    "ring": "benchmarks.ring",
     "vocab": "benchmarks.vocab",
 }
 PAIRS, QUICK_PAIRS = 9, 3
