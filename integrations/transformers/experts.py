@@ -12,6 +12,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from hf_longmoe.schedules.dispatch import Block, GatedMLP, LocalDispatch, ModelKernel, TokenTiles
+from hf_longmoe.schedules.numerics import autocast_dtype
 
 __all__ = ["block_of", "is_experts", "patch_experts", "patch_mlp", "replaced_schedules", "restore_forward"]
 
@@ -41,9 +42,7 @@ def block_of(experts: nn.Module, kernel: str) -> tuple[Block, tuple[torch.Tensor
     # A kernel that somebody chose over the usual ones (one they registered, say) is theirs to keep.
     usual = implementation in ("eager", "grouped_mm", "batched_mm")
     # `grouped_mm` computes in the weights' dtype under autocast; the others in autocast's, which only they know how.
-    device = experts.down_proj.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not for "meta"
-    cast = autocast and implementation != "grouped_mm"
+    cast = implementation != "grouped_mm" and autocast_dtype(experts.down_proj.device) is not None
     if kernel == "auto" and usual and standard and not cast:
         silu = isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
         return GatedMLP(experts.act_fn, silu), (experts.gate_up_proj, experts.down_proj)
