@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 # Loaded on first use: `import hf_longmoe` imports no host library, and not even torch.
 _WHERE = {
+    "BoundariesConfig": "hf_longmoe.config",
     "ComponentPeakCallback": "hf_longmoe.integrations.transformers",
     "DispatchConfig": "hf_longmoe.config",
     "LongMoEConfig": "hf_longmoe.config",
+    "OptimizerConfig": "hf_longmoe.config",
     "VocabConfig": "hf_longmoe.config",
     "component": "hf_longmoe.peaks",
     "patch_model": "hf_longmoe.integrations.transformers",
@@ -19,7 +21,7 @@ __all__ = [*_WHERE]
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from hf_longmoe.config import DispatchConfig, LongMoEConfig, VocabConfig
+    from hf_longmoe.config import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
     from hf_longmoe.integrations.transformers import ComponentPeakCallback, patch_model, unpatch_model
     from hf_longmoe.peaks import component
 

@@ -11,7 +11,7 @@ from typing import Any
 from hf_longmoe.names import nearest_hint
 from hf_longmoe.sizes import parse_bytes
 
-__all__ = ["DispatchConfig", "LongMoEConfig", "VocabConfig"]
+__all__ = ["BoundariesConfig", "DispatchConfig", "LongMoEConfig", "OptimizerConfig", "VocabConfig"]
 
 _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "<unset>"})()
 
@@ -48,6 +48,23 @@ class _Part:
             raise ValueError(f"{self._name}.{name}={value!r} must be a number of at least {low} and below {high}.")
         object.__setattr__(self, name, number)
 
+    def _whole(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = float("nan")
+        if not (low <= number <= high and number == int(number)):
+            raise ValueError(f"{self._name}.{name}={value!r} must be a whole number, {low} to {high}.")
+        object.__setattr__(self, name, int(number))
+
+    def _flag(self, name: str) -> None:
+        value = getattr(self, name)
+        known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if str(value).lower() not in known:
+            raise ValueError(f"{self._name}.{name}={value!r} must be true or false.")
+        object.__setattr__(self, name, known[str(value).lower()])
+
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchConfig(_Part):
@@ -80,11 +97,8 @@ class DispatchConfig(_Part):
         self._resolve()
         self._size("budget")
         self._choice("kernel", ("auto", "model"))
-        self._number("overlap", 1, 4)
         self._number("imbalance", 1.0, math.inf)
-        if self.overlap != int(self.overlap):
-            raise ValueError(f"dispatch.overlap={self.overlap!r} must be a whole number of waves, 1 to 3.")
-        object.__setattr__(self, "overlap", int(self.overlap))
+        self._whole("overlap", 1, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +135,75 @@ class VocabConfig(_Part):
         self._number("z_loss", 0.0, float("inf"))
 
 
-_PARTS = {"dispatch": DispatchConfig, "vocab": VocabConfig}
+@dataclass(frozen=True, kw_only=True)
+class BoundariesConfig(_Part):
+    """
+    Caps of the checkpoint boundaries: inputs of checkpointed layers, kept from forward to backward.
+
+    Arguments:
+        host_budget (`int`, `str` or `None`, defaults to `None`):
+            Bytes of host memory that a rank may take for them; those beyond it stay on the device. `None`, or
+            `"full"`: as many as there are.
+        depth (`int`, defaults to 1):
+            Copies under way at once, 1 or 2. At most depth + 2 boundaries are on the device.
+    """
+
+    host_budget: int | str | None = _UNSET
+    depth: int = _UNSET
+
+    _name = "boundaries"
+    _defaults = {"host_budget": None, "depth": 1}
+
+    def __post_init__(self) -> None:
+        self._resolve()
+        if str(self.host_budget).lower() in ("none", "full"):
+            object.__setattr__(self, "host_budget", None)
+        else:
+            self._size("host_budget")
+        self._whole("depth", 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(_Part):
+    """
+    Caps of the optimizer's state, which lives in host memory, and of its step.
+
+    Arguments:
+        bucket (`int` or `str`, defaults to `"64MiB"`):
+            Bytes of device memory that a bucket may take, at 16 for each element: float32 master weight, two moments
+            and gradient.
+        slots (`int`, defaults to 2): buckets on the device at once, 1 to 8.
+        update_on (`str`, defaults to `"auto"`):
+            `"accelerator"`: master weights and moments travel up, and back. `"cpu"`: gradients travel down, parameters
+            up. `"both"`: each takes a share of the buckets, by measured speed. `"auto"`: the fastest of these, by a
+            few timed buckets of the first step.
+        early_gradients (`bool`, defaults to `False`):
+            Gradients travel down during backward and leave the device. Refuses clipping, float16 loss scaling and
+            gradient accumulation, which need them there.
+    """
+
+    bucket: int | str = _UNSET
+    slots: int = _UNSET
+    update_on: str = _UNSET
+    early_gradients: bool = _UNSET
+
+    _name = "optimizer"
+    _defaults = {"bucket": "64MiB", "slots": 2, "update_on": "auto", "early_gradients": False}
+
+    def __post_init__(self) -> None:
+        self._resolve()
+        self._size("bucket")
+        self._whole("slots", 1, 8)
+        self._choice("update_on", ("auto", "accelerator", "cpu", "both"))
+        self._flag("early_gradients")
+
+
+_PARTS = {
+    "dispatch": DispatchConfig,
+    "vocab": VocabConfig,
+    "boundaries": BoundariesConfig,
+    "optimizer": OptimizerConfig,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +226,8 @@ class LongMoEConfig:
 
     dispatch: DispatchConfig | None = dataclasses.field(default_factory=DispatchConfig)
     vocab: VocabConfig | None = dataclasses.field(default_factory=VocabConfig)
+    boundaries: BoundariesConfig | None = dataclasses.field(default_factory=BoundariesConfig)
+    optimizer: OptimizerConfig | None = dataclasses.field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
         for name, part in _PARTS.items():

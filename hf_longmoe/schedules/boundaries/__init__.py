@@ -1,0 +1,1 @@
+"""Selective checkpoint offload (SCO): inputs of checkpointed layers wait for backward in host memory."""
