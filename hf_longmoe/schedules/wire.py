@@ -56,6 +56,9 @@ class Wire(Protocol):
     def exchange(self, send: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
         """All-to-all along the first dimension: `sent[r]` rows go to rank r, `received[r]` come from it."""
 
+    def reduce(self, tensor: torch.Tensor, largest: bool = False) -> Pending:
+        """The sum, or the largest, of every rank's `tensor`, element by element and in its place; the same on all."""
+
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Work that the other ranks wait for: an exception inside reaches them as a `PeerError`."""
 
@@ -93,6 +96,13 @@ class GroupWire:
         wait = (lambda: self._await(work)) if send.device.type == "cpu" else work.wait
         return Pending(buffer, send, wait)
 
+    def reduce(self, tensor: torch.Tensor, largest: bool = False) -> Pending:
+        op = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+        work = distributed.all_reduce(tensor, op, group=self.group, async_op=True)
+        self.sent_bytes += 2 * tensor.nbytes * (self.size - 1) // self.size  # what a ring of them sends
+        wait = (lambda: self._await(work)) if tensor.device.type == "cpu" else work.wait
+        return Pending(tensor, tensor, wait)
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         try:
@@ -128,4 +138,4 @@ class GroupWire:
         except Exception:  # the process that held the store has gone as well
             return
         if message is not None:
-            raise PeerError(f"Expert parallelism stopped, since another rank failed. {message}") from cause
+            raise PeerError(f"hf_longmoe stopped, since another rank failed. {message}") from cause

@@ -19,7 +19,7 @@ class Head:
     All tokens and the whole weight of a case, the same on every rank, and which of them are this rank's.
 
     Case: `vocab`; `tokens` of each rank; `masked`, the ranks without labels ("some" masks tokens of all); `bias`;
-    `frozen`, a list of "hidden", "shard", "bias"; `softcap`, `scale`, `smoothing`, `z_loss`, `items`; `hidden` (H).
+    `same`, whether all ranks have all tokens; `frozen`, a list of "hidden", "shard", "bias"; `softcap`, `scale`, `smoothing`, `z_loss`, `items`; `hidden` (H).
     """
 
     def __init__(self, case, dtype=torch.float64, seed=0):
@@ -42,6 +42,8 @@ class Head:
                 self.labels[self.own_tokens(rank)] = -100
 
     def own_tokens(self, rank):
+        if self.case.get("same"):
+            return slice(None)
         start = sum(self.tokens[:rank])
         return slice(start, start + self.tokens[rank])
 
@@ -72,6 +74,7 @@ class Head:
             bias=bias,
             budget=case.get("budget", 20_000),
             travel=case["travel"],
+            same_tokens=bool(case.get("same")),
             num_items=self.items(self.rank),
             transform=LogitTransform(case.get("scale", 1.0), case.get("softcap")),
             label_smoothing=case.get("smoothing", 0.0),
@@ -98,13 +101,17 @@ class Head:
         return found
 
     def expected(self, upstream):
-        """This rank's loss, and its gradients of the sum of all ranks' losses times `upstream`, by float64."""
+        """
+        This rank's loss, and its gradients of the sum of all ranks' losses times `upstream`, by float64; of ranks with
+        the same tokens, of the one loss that they share.
+        """
         whole = [
             t if t is None else t.detach().double().clone().requires_grad_()
             for t in (self.hidden, self.weight, self.bias)
         ]
         losses = self.stock_losses(*whole)
-        sum(loss * factor for loss, factor in zip(losses, upstream, strict=True)).backward()
+        factors = [upstream[0], *[0.0] * (self.ranks - 1)] if self.case.get("same") else upstream
+        sum(loss * factor for loss, factor in zip(losses, factors, strict=True)).backward()
         entries, scale = self.own_entries(self.rank), self.case.get("weight_scale", 1.0)
         grads = [whole[0].grad[self.own_tokens(self.rank)], whole[1].grad[entries] * scale]
         grads.append(None if self.bias is None else whole[2].grad[entries] * scale)
@@ -127,7 +134,7 @@ def exact(case):
     errors, steps = [], case.get("steps", 1)
     heads = [Head(case, getattr(torch, case.get("dtype", "float64")), seed) for seed in range(steps)]
     leaves, wanted = heads[0].leaves(), None
-    rank, upstream = heads[0].rank, [1.0 + 0.7 * rank for rank in range(heads[0].ranks)]
+    rank, upstream = heads[0].rank, [1.7 + 0.7 * rank * (not case.get("same")) for rank in range(heads[0].ranks)]
     for head in heads:
         head.weight, head.bias = heads[0].weight, heads[0].bias
         hidden = head.hidden[head.own_tokens(rank)].clone().requires_grad_("hidden" not in case.get("frozen", ()))

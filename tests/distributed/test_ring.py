@@ -60,6 +60,17 @@ EXACT = {
     for name, case in WHAT.items()
     for travel in DIRECTIONS
 }
+# Ranks with the same tokens: nothing travels but sums.
+EXACT |= {
+    f"{name}, same tokens": dict(
+        kind="exact",
+        **{**dict(vocab=101, travel="auto"), **case, "tokens": [78], "same": True, "masked": masked, "items": items},
+    )
+    for name, case in WHAT.items()
+    if name not in ("even", "no tokens", "weight_scale")
+    for masked, items in [("some" if case.get("masked") else (), [7] * 4 if case.get("items") else None)]
+}
+EXACT["no tokens, same tokens"] = dict(kind="exact", vocab=101, travel="auto", tokens=[0], same=True, bias=True)
 LARGE = {
     f"32001 entries, {travel}": dict(
         kind="exact", vocab=32_001, tokens=[40, 24, 9, 0], travel=travel, dtype="float32", budget="256KiB"
@@ -73,6 +84,10 @@ HALF = {
     for name, case in {"bf16": {}, "bf16, frozen": dict(frozen=["shard"])}.items()
     for travel in DIRECTIONS
 }
+HALF |= {
+    f"{name}, same tokens": {**case, "tokens": [96], "same": True, "items": [96] * 4, "travel": "auto"}
+    for name, case in {"bf16": HALF["bf16, tokens"], "bf16, frozen": HALF["bf16, frozen, tokens"]}.items()
+}
 SMALL = dict(kind="fails", vocab=101, tokens=[13, 8, 25, 40], travel="tokens")
 LABELS = "labels of rank 1 of the ring contain {}, outside the vocabulary [0, 101)"
 # On every rank alike.
@@ -84,6 +99,7 @@ ALIKE = {
     "bias": (dict(bias=True), "ranks of the ring differ in whether there is a bias"),
     "frozen": (dict(frozen=["shard"]), "ranks of the ring differ in whether the weight needs a gradient"),
     "the soft cap": (dict(transform=dict(softcap=3.0)), "ranks of the ring differ in transform"),
+    "same tokens": (dict(same_tokens=True), "ranks of the ring differ in "),
     "smoothing": (dict(label_smoothing=0.5), "ranks of the ring differ in transform, label_smoothing or z_loss"),
 }
 # On rank 1, whose message the others get.

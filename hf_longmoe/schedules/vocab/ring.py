@@ -2,7 +2,8 @@
 Ring-DTP: the vocabulary projection with neither full logits nor the full weight on any rank.
 
 Each rank has tokens of its own and a part of the vocabulary. Either the tokens' hidden states travel round the ring
-and meet every part of the weight, or the parts of the weight travel and meet every token:
+and meet every part of the weight, or the parts of the weight travel and meet every token (of ranks that have the same
+tokens, see `ring_sums.py`):
 
     hop 0      own tile x own part               while the tile is being sent on
     hop k      the tile from k ranks back        what it has gathered so far arrives one hop behind it, and goes on
@@ -45,6 +46,7 @@ def ring_cross_entropy(
     bias: torch.Tensor | None = None,
     budget: int | str,
     travel: str = "auto",
+    same_tokens: bool = False,
     ignore_index: int = -100,
     num_items: int | float | torch.Tensor | None = None,
     transform: LogitTransform = _NO_TRANSFORM,
@@ -67,6 +69,9 @@ def ring_cross_entropy(
         bias (`torch.Tensor`, *optional*): [v], this rank's part.
         budget (`int` or `str`): bytes of logits, of tiles that travel, and of all that is made from them.
         travel (`str`, defaults to `"auto"`): `"tokens"`, `"weights"`, or whichever sends less.
+        same_tokens (`bool`, defaults to `False`): all ranks have the same tokens (tensor parallelism). Then nothing
+            travels but sums, every rank has the same loss and the same gradient of `hidden`, and `weight_scale` is
+            no use.
         num_items (`int`, `float` or `torch.Tensor`, *optional*): what this rank's sum is divided by; the number of its
             valid tokens if not given.
         weight_scale (`float`, defaults to 1.0): factor of the gradients of `shard` and `bias`, which are of the sum of
@@ -100,6 +105,7 @@ def ring_cross_entropy(
             ),
             "vocab.budget (as entries of a block)": tile,
             "travel": TRAVELS.index(travel),
+            "same_tokens": int(same_tokens),
             "the hidden size": shard.shape[1],
             "bytes of a number in the products": dtype.itemsize,
             "whether hidden states need a gradient": int(needs[0]),
@@ -109,6 +115,8 @@ def ring_cross_entropy(
         }
         found = _gather(wire, labels, valid, [*terms.values(), shard.shape[0]])
     tokens, entries = _agree(list(terms), found)
+    if same_tokens and len(set(tokens)) > 1:
+        raise ValueError(f"same_tokens=True, but the ranks have {tokens} tokens with labels. Give all the same batch.")
     count, index = tokens[wire.rank], None
     if count != len(labels):
         index = torch.nonzero_static(valid, size=count).flatten().int()
@@ -117,7 +125,9 @@ def ring_cross_entropy(
         items = _items(num_items, count, hidden.device)
     objective = Objective(vocab_size=sum(entries), transform=transform, label_smoothing=label_smoothing, z_loss=z_loss)
     one_pass = needs == (True, False, False) and not (label_smoothing and transform.softcap is not None)
-    if travel == "auto":
+    if same_tokens:
+        one_pass, travel = False, "sums"
+    elif travel == "auto":
         travel = choose_travel(sum(tokens), sum(entries), wire.size, dtype, needs, one_pass)
     plan = RingPlan(tuple(tokens), tuple(entries), travel, tile)
     call = RingCall(

@@ -8,6 +8,7 @@ from hf_longmoe.schedules.vocab.loss import refuse_double_backward
 from hf_longmoe.schedules.vocab.ring_frozen import FrozenPass
 from hf_longmoe.schedules.vocab.ring_hops import RingCall
 from hf_longmoe.schedules.vocab.ring_pass import BackwardPass, ForwardPass
+from hf_longmoe.schedules.vocab.ring_sums import SumsBackward, SumsForward
 
 __all__ = ["RingLoss"]
 
@@ -24,7 +25,8 @@ class RingLoss(torch.autograd.Function):
                 total, ctx.dh = FrozenPass(call, hidden, shard, bias, gradient=True).run()
                 ctx.dtype = hidden.dtype
             else:
-                total, statistics = ForwardPass(call, hidden, shard, bias, gradient=False).run()
+                forward = SumsForward if call.plan.travel == "sums" else ForwardPass
+                total, statistics = forward(call, hidden, shard, bias, gradient=False).run()
                 ctx.save_for_backward(hidden, shard, bias, statistics)
             return total / call.items
 
@@ -37,7 +39,8 @@ class RingLoss(torch.autograd.Function):
         hidden, shard, bias, statistics = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False), call.wire.together():
             coefficient = (upstream / call.items).to(statistics.dtype)
-            gradients = list(BackwardPass(call, hidden, shard, bias, statistics, coefficient).run())
+            backward = SumsBackward if call.plan.travel == "sums" else BackwardPass
+            gradients = list(backward(call, hidden, shard, bias, statistics, coefficient).run())
         for place, operand in enumerate((hidden, shard, bias)):
             if gradients[place] is not None:  # one after the other, each in the place of the wide one
                 gradients[place] = gradients[place].to(operand.dtype)

@@ -19,10 +19,10 @@ class ForwardPass(Hops):
         found = empty_statistics(count, self.block.buffer)
         for tile in range(self.plan.tiles):
             part = self.plan.part(self.wire.rank, tile)
-            if self.plan.travel == "tokens":
-                found[part] = self._tokens(tile, part)
-            else:
+            if self.plan.travel == "weights":
                 self._entries(tile, part, found)
+            else:
+                found[part] = self._tokens(tile, part)
         total = found.new_zeros(())
         for piece in self.pieces(count):
             total += self.call.objective.losses(found[piece]).sum()
@@ -31,16 +31,21 @@ class ForwardPass(Hops):
     def _tokens(self, tile: int, part: slice) -> torch.Tensor:
         behind, first = None, self.plan.offset(self.wire.rank)
         for _, following, (hidden, labels) in self.travel(tile, self.own_tokens(part)):
-            found = empty_statistics(hidden.shape[0], self.block.buffer)
-            hidden = self.block.products.hidden(hidden)
-            for piece in self.pieces(self.plan.entries[self.wire.rank]):
-                z, _ = self.block.logits(hidden, *self.own_entries(piece))
-                found = merge(found, self.block.fold(z, labels - (first + piece.start)))
+            found = self.statistics_here(hidden, labels - first)
             if behind is not None:
                 found = merge(behind.wait(), found)
             behind = self.send_on(found, tile, following)
             del hidden, labels
         return behind.wait()
+
+    def statistics_here(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Of a tile of tokens, `labels` relative to the rank's first entry, over the rank's part of the vocabulary."""
+        found = empty_statistics(hidden.shape[0], self.block.buffer)
+        hidden = self.block.products.hidden(hidden)
+        for piece in self.pieces(self.plan.entries[self.wire.rank]):
+            z, _ = self.block.logits(hidden, *self.own_entries(piece))
+            found = merge(found, self.block.fold(z, labels - piece.start))
+        return found
 
     def _entries(self, tile: int, part: slice, found: torch.Tensor) -> None:
         for owner, _, entries in self.travel(tile, self.own_entries(part)):
@@ -72,17 +77,20 @@ class BackwardPass(Hops):
 
     def run(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """dh, dW and db."""
-        for tile in range(self.plan.tiles):
-            part = self.plan.part(self.wire.rank, tile)
-            if self.plan.travel == "tokens":
-                self._tokens(tile, part)
-            else:
-                self._entries(tile, part)
+        self._sweep()
         unit = self.unit / self.block.products.unit
         for gradient, scale in ((self.dh, 1.0), (self.dw, self.call.weight_scale), (self.db, self.call.weight_scale)):
             if gradient is not None:
                 gradient.mul_(unit * scale)
         return self.dh, self.dw, self.db
+
+    def _sweep(self) -> None:
+        for tile in range(self.plan.tiles):
+            part = self.plan.part(self.wire.rank, tile)
+            if self.plan.travel == "weights":
+                self._entries(tile, part)
+            else:
+                self._tokens(tile, part)
 
     def _unit(self, coefficient: torch.Tensor) -> torch.Tensor | float:
         """A power of two that brings every rank's coefficient below 1, where the products have a narrow range."""
@@ -96,20 +104,9 @@ class BackwardPass(Hops):
         return self.call.objective.slopes(self.statistics[part], self.coefficient)
 
     def _tokens(self, tile: int, part: slice) -> None:
-        behind, first, products = None, self.plan.offset(self.wire.rank), self.block.products
+        behind, first = None, self.plan.offset(self.wire.rank)
         for _, following, (hidden, labels, slopes) in self.travel(tile, [*self.own_tokens(part), self._slopes(part)]):
-            hidden = products.hidden(hidden)
-            found = None if self.dh is None else hidden.new_zeros(hidden.shape, dtype=self.wide)
-            for piece in self.pieces(self.plan.entries[self.wire.rank]):
-                entries = self.own_entries(piece)
-                gradient = self._gradient(hidden, entries, slopes, labels - (first + piece.start))
-                if self.db is not None:
-                    self.db[piece] += gradient.sum(0)
-                gradient = products.gradient(gradient)
-                if found is not None:
-                    products.dh(gradient, entries[0], found, first=False)
-                if self.dw is not None:
-                    products.dw(gradient, hidden, self.dw[piece], first=False)
+            found = self.gradients_here(hidden, labels - first, slopes)
             if found is not None:
                 if behind is not None:
                     found += behind.wait()
@@ -117,6 +114,26 @@ class BackwardPass(Hops):
             del hidden, labels, slopes, found
         if behind is not None:
             self.dh[self.where(part)] = behind.wait()
+
+    def gradients_here(self, hidden: torch.Tensor, labels: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor | None:
+        """
+        Of a tile of tokens against the rank's part of the vocabulary: adds to dW and db, and gives what the part adds
+        to the tokens' dh, `None` if they need none. `labels`: relative to the rank's first entry.
+        """
+        products = self.block.products
+        hidden = products.hidden(hidden)
+        found = None if self.dh is None else hidden.new_zeros(hidden.shape, dtype=self.wide)
+        for piece in self.pieces(self.plan.entries[self.wire.rank]):
+            entries = self.own_entries(piece)
+            gradient = self._gradient(hidden, entries, slopes, labels - piece.start)
+            if self.db is not None:
+                self.db[piece] += gradient.sum(0)
+            gradient = products.gradient(gradient)
+            if found is not None:
+                products.dh(gradient, entries[0], found, first=False)
+            if self.dw is not None:
+                products.dw(gradient, hidden, self.dw[piece], first=False)
+        return found
 
     def _entries(self, tile: int, part: slice) -> None:
         behind: list = []

@@ -24,7 +24,7 @@ class RingPlan:
     Arguments:
         tokens: valid tokens of each rank.
         entries: vocabulary entries of each rank.
-        travel: `"tokens"` or `"weights"`.
+        travel: `"tokens"`, `"weights"`, or `"sums"` where all ranks have the same tokens.
         tile: how many of what travels, and of what stays, are in a block.
     """
 
@@ -43,13 +43,13 @@ class RingPlan:
 
     @property
     def tiles(self) -> int:
-        """How many times something goes round the ring in one direction of a pass."""
-        most = max(self.tokens if self.travel == "tokens" else self.entries)
+        """How many times something goes round the ring, or is summed, in one direction of a pass."""
+        most = max(self.entries if self.travel == "weights" else self.tokens)
         return -(-most // self.tile)
 
     def part(self, rank: int, tile: int) -> slice:
         """Which of a rank's tokens, or entries, are in a tile that travels; perhaps none."""
-        own = self.tokens[rank] if self.travel == "tokens" else self.entries[rank]
+        own = self.entries[rank] if self.travel == "weights" else self.tokens[rank]
         return slice(min(tile * self.tile, own), min((tile + 1) * self.tile, own))
 
 
