@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", choices=list(BENCHMARKS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to FILE")
     parser.add_argument("--quick", action="store_true", help="small sizes, 3 pairs, no limits: that it runs, not how")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the cases with TEXT in their name")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only the cases with TEXT in their name; FILE keeps what it has"
+    )
     parser.add_argument(
         "--threads", type=int, metavar="N", help="torch's threads in a process; default: cores, or 1 for several ranks"
     )
@@ -59,18 +61,28 @@ def main(argv: list[str] | None = None) -> int:
 
     result = {"name": arguments.name, "environment": environment(threads), "cases": []}
     entries: dict[str, dict] = {}
+    kept = _kept(arguments.json) if arguments.only else {}
     for case in cases:
-        pairs = QUICK_PAIRS if arguments.quick else PAIRS
+        pairs, when = QUICK_PAIRS if arguments.quick else PAIRS, environment(threads)
         entries[case.name] = measure(case, entries, pairs, threads, _progress(case.name))
-        result["cases"] = list(entries.values())
+        entries[case.name] |= {name: when[name] for name in ("date", "load_average")}
+        found = {**kept, **entries}
+        result["cases"] = [found[case.name] for case in known if case.name in found]
         if arguments.json:  # after each case: a run that is cut short keeps what it measured
             arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
     Console(width=max(Console().width, 110)).print(table(result))
-    complaints = [line for entry in result["cases"] if entry["gate"] for line in missed(entry)]
+    complaints = [line for entry in entries.values() if entry["gate"] for line in missed(entry)]
     for line in complaints:
         print(line, file=sys.stderr)
     return 1 if complaints else 0
+
+
+def _kept(file: Path | None) -> dict[str, dict]:
+    """Cases of an earlier run, by name."""
+    if file is None or not file.is_file():
+        return {}
+    return {entry["case"]: entry for entry in json.loads(file.read_text(encoding="utf-8"))["cases"]}
 
 
 def _progress(case: str) -> Callable[[str], None]:

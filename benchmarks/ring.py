@@ -182,7 +182,7 @@ def _cases(sizes: RingSizes) -> Iterator[Case]:
     yield _case(replace(sizes, tiles=True), limits=_BOUND)
     yield _case(replace(sizes, travel="weights"), limits=_BOUND)
     # A CPU without half-precision units takes minutes for the full size of this baseline.
-    half = replace(sizes, tokens=sizes.tokens // 4, dtype=torch.bfloat16)
+    half = replace(sizes, tokens=sizes.tokens // 8, vocab=sizes.vocab // 8, dtype=torch.bfloat16)
     yield _case(half)
     yield _case(replace(half, frozen=True))
     for ranks in (2, 4):

@@ -8,6 +8,7 @@ own loss follows: exact, but unbounded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_longmoe.config import VocabConfig
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, current_call, defer
 from hf_longmoe.integrations.transformers.ring_head import gathered_until_backward
+from hf_longmoe.integrations.transformers.tp_head import Divided, stock_forward
 from hf_longmoe.schedules.vocab import linear_cross_entropy, ring_tile, tile_rows
 
 __all__ = ["TiledLoss", "head_report", "head_rows", "patch_head", "restore_head", "ring_rows"]
@@ -68,16 +70,33 @@ def head_report(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
     return None
 
 
-def patch_head(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig) -> None:
-    lm_head.longmoe_head = "gathered" if gathered_until_backward(model, lm_head) else "own"
+@dataclass(frozen=True)
+class HeadSettings:
+    """
+    Arguments:
+        gathered: FSDP2 keeps the gathered weight until backward.
+        divided: where tensor parallelism divides the head, the ranks.
+        stock: the forward that Transformers has given it then.
+    """
+
+    gathered: bool
+    divided: Divided | None
+    stock: Callable | None
+
+
+def patch_head(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig, divided: Divided | None) -> None:
+    lm_head.longmoe_head = HeadSettings(gathered_until_backward(model, lm_head), divided, stock_forward(lm_head))
     lm_head.forward = MethodType(_head_forward, lm_head)
     model.loss_function = TiledLoss(config, model.loss_function, vars(model).get("_loss_function"))
 
 
 def restore_head(model: PreTrainedModel) -> None:
     for module in model.modules():  # PEFT's `modules_to_save` makes copies
-        if vars(module).pop("longmoe_head", False):
+        settings: HeadSettings | None = vars(module).pop("longmoe_head", None)
+        if settings is not None:
             vars(module).pop("forward", None)
+            if settings.stock is not None:
+                module.forward = settings.stock
     loss = vars(model).get("_loss_function")
     if isinstance(loss, TiledLoss):
         del model._loss_function
@@ -87,14 +106,30 @@ def restore_head(model: PreTrainedModel) -> None:
 
 @torch.compiler.disable
 def _head_forward(self: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
-    call = current_call()
-    if call is not None and (isinstance(self, FSDPModule) or isinstance(self.weight, DTensor)):
-        if isinstance(self.weight, DTensor) or not self.longmoe_head == "gathered":
-            call.fallback = "FSDP2 or tensor parallelism shards it, and frees the gathered weight before the loss"
-            call = None
+    call, settings = current_call(), self.longmoe_head
+    if call is not None and (reason := _not_deferred(self, hidden_states)):
+        call.fallback, call = reason, None
     if call is None:
-        return type(self).forward(self, hidden_states)
-    return defer(call, hidden_states, self.weight, self.bias, gathered=self.longmoe_head == "gathered")
+        return type(self).forward(self, hidden_states) if settings.stock is None else settings.stock(hidden_states)
+    if settings.divided is None:
+        return defer(call, hidden_states, self.weight, self.bias, gathered=settings.gathered)
+    parts = self.weight.to_local(), None if self.bias is None else self.bias.to_local()
+    more = dict(ring=settings.divided, vocab_size=self.weight.shape[0], gathered=settings.gathered)
+    return defer(call, hidden_states, *parts, **more)
+
+
+def _not_deferred(lm_head: nn.Linear, hidden_states: torch.Tensor) -> str | None:
+    """Why the logits have to be formed, which shows only once the head is called."""
+    settings = lm_head.longmoe_head
+    if isinstance(lm_head, FSDPModule) and not settings.gathered:
+        return "FSDP2 frees the gathered weight before the loss"
+    if settings.divided is None:
+        return "it is sharded" if isinstance(lm_head.weight, DTensor) else None
+    if isinstance(hidden_states, DTensor):
+        return "its hidden states are divided over the tensor-parallel ranks"
+    if [placement.is_shard(0) for placement in lm_head.weight.placements] != [True]:
+        return "it is divided in another way than its tensor-parallel plan says"
+    return None
 
 
 class TiledLoss:

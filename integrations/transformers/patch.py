@@ -44,6 +44,7 @@ from hf_longmoe.integrations.transformers.refusals import check_expert_dtype, ch
 from hf_longmoe.integrations.transformers.replay import patch_checkpointing, pin_routing, restore_checkpointing
 from hf_longmoe.integrations.transformers.ring_head import Ring, ring_of, why_no_ring
 from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
+from hf_longmoe.integrations.transformers.tp_head import divided_of, is_divided, stock_forward
 from hf_longmoe.schedules.dispatch import GatedMLP, LocalDispatch, TokenTiles
 
 __all__ = ["Entry", "Patch", "patch_model", "unpatch_model"]
@@ -252,7 +253,8 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
     if lm_head is None:
         return
     name = next(name for name, module in model.named_modules() if module is lm_head)
-    reason = "vocab=None in the config" if config is None else why_left_alone(name, lm_head)
+    divided = divided_of(model) if is_divided(model, lm_head) and stock_forward(lm_head) else None
+    reason = "vocab=None in the config" if config is None else why_left_alone(name, lm_head, divided is not None)
     reason = reason or head_report(model, lm_head)
     if reason:
         patch.entries.append(Entry(name, "vocab", None, reason))
@@ -269,10 +271,14 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
             f"blocks of {size} tokens by {size} entries, over {patch.ring.wire.size} ranks; no rank gathers the weight"
         )
         patch.entries.append(Entry(name, "vocab", "ring", note))
+    elif divided is not None:
+        size = ring_rows(model, lm_head, config)
+        note = f"blocks of {size} tokens by {size} entries, sums over {divided.wire.size} tensor-parallel ranks"
+        patch.entries.append(Entry(name, "vocab", "divided tiles", note))
     else:
         rows = head_rows(model, lm_head, config)
         tied = ", tied to the input embeddings" if model.get_input_embeddings().weight is lm_head.weight else ""
         gathers = f"; {no_ring}" if isinstance(lm_head.weight, DTensor) and no_ring else ""
         patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}{gathers}"))
     patch.head = name
-    yield partial(patch_head, model, lm_head, config)
+    yield partial(patch_head, model, lm_head, config, divided)

@@ -121,13 +121,18 @@ def check_shared_batch(model: PreTrainedModel, input_ids: torch.Tensor | None) -
             )
 
 
-def why_left_alone(name: str, module: nn.Module) -> str | None:
-    """Why an experts module, an MLP or a head is not patched; `None` if it can be."""
+def why_left_alone(name: str, module: nn.Module, forward_known: bool = False) -> str | None:
+    """
+    Why an experts module, an MLP or a head is not patched; `None` if it can be.
+
+    Arguments:
+        forward_known: a forward that something else has put there is one that we replace and put back.
+    """
     if "base_layer" in name.split(".") or type(module).__module__.startswith("peft."):
         return "an adapter wraps it; put adapters on other modules, or merge them first"
     if parametrize.is_parametrized(module):
         return "its weights are parametrized"
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not forward_known:
         return "something else replaced its forward (expert parallelism does)"
     params = dict(module.named_parameters())
     if not params:

@@ -59,7 +59,7 @@ def why_no_ring(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
     if meshes is None:
         return "it was not divided by Transformers (DistributedConfig)"
     if meshes.get_mesh("tp").size() > 1:
-        return "tensor parallelism divides it too"
+        return "tensor parallelism divides it, over ranks that have the same tokens"
     if meshes.get_mesh("fsdp").size() == 1:
         return "there is one data rank"
     if model.get_input_embeddings().weight is lm_head.weight:
@@ -71,8 +71,7 @@ def why_no_ring(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
 
 def gathered_until_backward(model: PreTrainedModel, lm_head: nn.Module) -> bool:
     """Whether FSDP2 keeps the gathered weight from the head's forward to its backward."""
-    meshes = getattr(model, "_mesh_manager", None)
-    return meshes is not None and meshes.get_mesh("tp").size() == 1 and _style(model, lm_head) == "keep_full_weight"
+    return getattr(model, "_mesh_manager", None) is not None and _style(model, lm_head) == "keep_full_weight"
 
 
 def _style(model: PreTrainedModel, lm_head: nn.Module) -> str | None:

@@ -19,7 +19,8 @@ class Head:
     All tokens and the whole weight of a case, the same on every rank, and which of them are this rank's.
 
     Case: `vocab`; `tokens` of each rank; `masked`, the ranks without labels ("some" masks tokens of all); `bias`;
-    `same`, whether all ranks have all tokens; `frozen`, a list of "hidden", "shard", "bias"; `softcap`, `scale`, `smoothing`, `z_loss`, `items`; `hidden` (H).
+    `same`, whether all ranks have all tokens;
+    `frozen`, a list of "hidden", "shard", "bias"; `softcap`, `scale`, `smoothing`, `z_loss`, `items`; `hidden` (H).
     """
 
     def __init__(self, case, dtype=torch.float64, seed=0):

@@ -15,6 +15,7 @@ DEFAULTS = {
     "shifted": False,
     "steps": 1,
 }
+TP = {"tp_size": 2}
 TWO_RANKS = {
     "ring": {},
     "accumulation": {"steps": 2},
@@ -25,11 +26,23 @@ TWO_RANKS = {
     "granite: logits divided": {"family": "granitemoe", "config": {"logits_scaling": 4.0}},
     "head gathered with the norm": {"own group": False},
     "tied": {"tied": True, "own group": False},
+    "tensor parallel": {"sharding": TP, "own group": False, "steps": 2},
+    "tensor parallel, tied, masked, items": {"sharding": TP, "own group": False, "tied": True, "items": 17},
+    "tensor parallel, z-loss, scaled": {
+        **{"sharding": TP, "own group": False, "z_loss": 0.01, "shifted": True},
+        **{"family": "granitemoe", "config": {"logits_scaling": 4.0}},
+    },
 }
-FOUR_RANKS = {"four ranks": {}, "HSDP": {"sharding": {"fsdp_size": 2, "dp_replicate_size": 2}}}
+FOUR_RANKS = {
+    "four ranks": {},
+    "HSDP": {"sharding": {"fsdp_size": 2, "dp_replicate_size": 2}},
+    "FSDP2 and tensor parallel": {"sharding": TP, "own group": False},
+    "FSDP2 and tensor parallel, own group": {"sharding": TP},
+}
 REFUSED = {
     "ring forced, head gathered": {"schedule": "ring", "own group": False},
     "ring forced, tied": {"schedule": "ring", "tied": True, "own group": False},
+    "ring forced, tensor parallel": {"schedule": "ring", "sharding": TP, "own group": False},
 }
 
 
@@ -51,7 +64,7 @@ def test_two_ranks(two, name):
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks(four, name):
-    check(four, name, 65 if name == "HSDP" else 33, DEFAULTS)
+    check(four, name, 65 if name == "HSDP" else 33, {**DEFAULTS, **FOUR_RANKS[name]})
 
 
 def check(found, name, entries, case):
@@ -61,7 +74,11 @@ def check(found, name, entries, case):
         assert len(errors) > 10 and max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
         assert result["evaluation"] < 1e-5 and result["saved"] and result["restored"]
         (line,) = result["report"]
-        if case["own group"]:
+        if "tp_size" in case["sharding"] and case["own group"]:
+            assert "left alone (FSDP2 frees the gathered weight" in line
+        elif "tp_size" in case["sharding"]:
+            assert "vocab, divided tiles (" in line and "2 tensor-parallel ranks" in line
+        elif case["own group"]:
             assert "vocab, ring (" in line and result["entries held"] <= entries
         elif case["tied"]:
             assert "vocab, tiles (" in line and "tied" in line
