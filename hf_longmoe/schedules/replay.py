@@ -12,6 +12,8 @@ modes), and needs no bookkeeping by call order: each call of the layer has a clo
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -27,31 +29,68 @@ T = TypeVar("T")
 _current: ContextVar[_Pass | None] = ContextVar("hf_longmoe_replay", default=None)
 _TOP_K = (torch.topk, torch.Tensor.topk)
 Kept = Callable[[torch.Tensor], None]
+Store = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+
+
+class _Stored:
+    """Stands for a tensor that was given to `store`; `give_back()` has it again."""
+
+    def __init__(self, give_back: Callable[[], torch.Tensor]) -> None:
+        self.give_back = give_back
+
+
+def _swap(value: Any, kind: type, swap: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """`value` with each object of `kind` swapped, in any nesting of tuples, lists and dataclasses; shared, once."""
+    if id(value) in done:
+        return done[id(value)]
+    new = value
+    if isinstance(value, kind):
+        new = swap(value)
+    elif type(value) in (tuple, list) and not all(type(item) is int for item in value):  # of which plans have many
+        items = [_swap(item, kind, swap, done) for item in value]
+        if any(a is not b for a, b in zip(items, value, strict=True)):
+            new = type(value)(items)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        before = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        after = {name: _swap(part, kind, swap, done) for name, part in before.items()}
+        if any(after[name] is not before[name] for name in before):
+            new = copy.copy(value)
+            for name in before:
+                object.__setattr__(new, name, after[name])  # frozen ones too
+    done[id(value)] = new
+    return new
 
 
 class _Pass:
     """One pass over a region. `memory` belongs to the region; the first pass fills it, later ones read it in order."""
 
-    def __init__(self, memory: list, first: bool, kept: Kept | None) -> None:
-        self.memory, self.first, self.at, self.kept = memory, first, 0, kept
+    def __init__(self, memory: list, first: bool, kept: Kept | None, store: Store | None) -> None:
+        self.memory, self.first, self.at, self.kept, self.store = memory, first, 0, kept, store
         self.pinning = 0  # how many `pin_top_k(True)` are in force
 
-    def recall(self, choose: Callable[[], T]) -> T:
+    def recall(self, choose: Callable[[], T], shared: bool = False) -> T:
         if self.first:
-            self.memory.append(choose())
-            return self.memory[-1]
+            value, store = choose(), self.store
+            kept = value
+            if store is not None and not shared:
+                kept = _swap(value, torch.Tensor, lambda tensor: _Stored(store(tensor)), {})
+            self.memory.append((kept, kept is not value))
+            return value
         self.at += 1
-        return self.memory[self.at - 1]
+        kept, away = self.memory[self.at - 1]
+        return _swap(kept, _Stored, lambda stored: stored.give_back(), {}) if away else kept
 
 
-def recall(choose: Callable[[], T]) -> T:
+def recall(choose: Callable[[], T], shared: bool = False) -> T:
     """
     `choose()`, and in a replay what it gave in the first pass.
 
-    Both passes must ask in the same order. What it gives lives as long as the region's graph.
+    Both passes must ask in the same order. What it gives lives as long as the region's graph; where the region has a
+    `store`, tensors in it (also inside of tuples, lists and dataclasses) are kept there, and a replay gets others of
+    the same values. Not so what is `shared`: what somebody else holds anyway.
     """
     current = _current.get()
-    return choose() if current is None else current.recall(choose)
+    return choose() if current is None else current.recall(choose, shared)
 
 
 def replaying() -> bool:
@@ -112,13 +151,14 @@ def _run(current: _Pass) -> Iterator[None]:
         _current.reset(token)
 
 
-def checkpoint_once(function: Callable, kept: Kept | None = None) -> Callable:
+def checkpoint_once(function: Callable, kept: Kept | None = None, store: Store | None = None) -> Callable:
     """
     The same function, whose first call is recorded and whose later calls are replays of it.
 
     Arguments:
         function: what a checkpoint function is about to run, for ONE call of a layer.
         kept: is handed each tensor of indices that the first pass keeps.
+        store: takes each tensor that the first pass keeps, and returns what gives it back in a replay.
 
     ```py
     >>> import torch
@@ -141,7 +181,7 @@ def checkpoint_once(function: Callable, kept: Kept | None = None) -> Callable:
     def region(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        with _run(_Pass(memory, calls == 1, kept)):
+        with _run(_Pass(memory, calls == 1, kept, store)):
             return function(*args, **kwargs)
 
     return region
