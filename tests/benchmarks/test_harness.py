@@ -49,7 +49,6 @@ def test_quick_run_writes_the_projects_json(arguments, tmp_path):
         only = ["--only", shorter["case"], "--json", tmp_path / "out.json"]
         assert run(arguments[0], *only, "--quick", "--threads", 1).returncode == 0
         again = json.loads((tmp_path / "out.json").read_text())["cases"]
-        assert [case["case"] for case in again] == [case["case"] for case in result["cases"]]
         assert longer in again and shorter not in again
 
 
