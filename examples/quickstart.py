@@ -9,7 +9,8 @@ Trains a few stock steps, then the same steps on the same data from the same see
 curves, which must agree to rounding (else the exit code is 1), and the peaks of each component, before and after.
 Leaves `peaks.json` and `peaks.png` in the output folder. Needs no network: the default model is a small Mixtral made
 from its config, and the default text is the Python standard library's own sources. With `--expert_parallel` the model
-is sharded (FSDP2) and its experts are divided over the processes: Transformers' all-to-all against PipelinedLLEP.
+is sharded (FSDP2) and its experts are divided over the processes: Transformers' all-to-all and gathered LM head
+against PipelinedLLEP and Ring-DTP.
 """
 
 from __future__ import annotations
@@ -82,9 +83,37 @@ class QuickstartArguments:
 
 def main() -> None:
     (arguments,) = HfArgumentParser(QuickstartArguments).parse_args_into_dataclasses()
+    training = training_arguments(arguments)
+    longmoe_config, dataset = one_line_errors(training, lambda: prepare(arguments, training))
+
+    losses, reports = {}, {}
+    losses["stock"], reports["stock"] = train(load(arguments, training, "all_to_all"), training, dataset, "stock")
+    gc.collect()  # the Trainer and its model refer to each other: the first run's memory would stay for the second
+    model = patch_model(load(arguments, training, "pipelined_llep"), longmoe_config)
+    head = [entry for entry in model.longmoe.entries if entry.component == "vocab"]
+    losses["patched"], reports["patched"] = train(model, training, dataset, "patched")
+
+    differences = [abs(a - b) for a, b in zip(losses["stock"], losses["patched"], strict=True)]
+    equal = all(difference <= step * TOLERANCE for step, difference in enumerate(differences, start=1))
+    if training.process_index == 0:
+        print("LM head:", *(f"{e.component}, {e.schedule} ({e.note})" for e in head))
+        print_losses(losses)
+        print_reports(reports)
+        save_reports(Path(arguments.output_dir, "peaks.json"), reports)
+        try:
+            plot_reports(Path(arguments.output_dir, "peaks.png"), reports)
+        except ImportError as error:
+            print(f"peaks.png is not written. {error}")
+        verdict = "equal to rounding" if equal else "NOT EQUAL"
+        print(f"Losses {verdict}: they differ by {max(differences):.1e} at most (tolerance {TOLERANCE:.0e} x step).")
+        print(f"Peaks of both runs: {arguments.output_dir}/peaks.json and peaks.png")
+    sys.exit(0 if equal else 1)
+
+
+def training_arguments(arguments: QuickstartArguments) -> TrainingArguments:
     # A launch file's `use_cpu` does not reach TrainingArguments, and without it there are as many runs as processes.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    training = TrainingArguments(
+    return TrainingArguments(
         output_dir=arguments.output_dir,
         max_steps=arguments.steps,
         per_device_train_batch_size=1,
@@ -98,28 +127,6 @@ def main() -> None:
         use_cpu=arguments.use_cpu or torch.accelerator.device_count() < processes,
         dataloader_pin_memory=torch.accelerator.is_available(),
     )
-    longmoe_config, dataset = one_line_errors(training, lambda: prepare(arguments, training))
-
-    losses, reports = {}, {}
-    losses["stock"], reports["stock"] = train(load(arguments, training, "all_to_all"), training, dataset, "stock")
-    gc.collect()  # the Trainer and its model refer to each other: the first run's memory would stay for the second
-    model = patch_model(load(arguments, training, "pipelined_llep"), longmoe_config)
-    losses["patched"], reports["patched"] = train(model, training, dataset, "patched")
-
-    differences = [abs(a - b) for a, b in zip(losses["stock"], losses["patched"], strict=True)]
-    equal = all(difference <= step * TOLERANCE for step, difference in enumerate(differences, start=1))
-    if training.process_index == 0:
-        print_losses(losses)
-        print_reports(reports)
-        save_reports(Path(arguments.output_dir, "peaks.json"), reports)
-        try:
-            plot_reports(Path(arguments.output_dir, "peaks.png"), reports)
-        except ImportError as error:
-            print(f"peaks.png is not written. {error}")
-        verdict = "equal to rounding" if equal else "NOT EQUAL"
-        print(f"Losses {verdict}: they differ by {max(differences):.1e} at most (tolerance {TOLERANCE:.0e} x step).")
-        print(f"Peaks of both runs: {arguments.output_dir}/peaks.json and peaks.png")
-    sys.exit(0 if equal else 1)
 
 
 def one_line_errors(training: TrainingArguments, setup: Callable[[], Result]) -> Result:
@@ -206,6 +213,8 @@ def load(arguments: QuickstartArguments, training: TrainingArguments, ep_impleme
     distributed_config = DistributedConfig(
         fsdp_size=training.world_size, ep_size=training.world_size, ep_implementation=ep_implementation
     )
+    if ep_implementation == "pipelined_llep" and not model_config(arguments).tie_word_embeddings:
+        distributed_config.fsdp_plan = {"lm_head": "free_full_weight"}  # a head that no process gathers
     return AutoModelForCausalLM.from_pretrained(
         arguments.model_name_or_path or built_in_folder(arguments),
         dtype=torch.float32,

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
+from hf_longmoe.integrations.transformers.deferred import DeferredLogits
 from hf_longmoe.integrations.transformers.dispatch_modules import DispatchModule, dispatch_modules
 from hf_longmoe.peaks import component
 from hf_longmoe.peaks.region import made, pop, push, tag
 from hf_longmoe.peaks.storage import storages
 from hf_longmoe.schedules.numerics import autocast_dtype
-from hf_longmoe.schedules.vocab import beside_bytes
+from hf_longmoe.schedules.vocab import beside_bytes, ring_beside_bytes
 
 __all__ = ["Watch", "watch"]
 
@@ -237,6 +239,8 @@ def _watch_head(handle: Watch, model: PreTrainedModel, calls: list[_Call]) -> No
     own = vars(model).get("_loss_function")
 
     def loss_function(*args: Any, **kwargs: Any) -> Any:
+        beside = _beside_divided(args[0] if args else kwargs.get("logits"))
+        handle.beside_caps["vocab"] = max(handle.beside_caps["vocab"], beside)
         region = handle._push("vocab")
         try:
             loss = stock(*args, **kwargs)
@@ -262,8 +266,20 @@ def _beside_vocab(head: nn.Module, tied: bool, hidden: torch.Tensor) -> int:
     tokens, weight = hidden.shape[:-1].numel(), getattr(head, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:  # no head that a cap bounds
         return beside_bytes(tokens, 0, 0)
+    if isinstance(weight, DTensor):
+        return 0  # see `_beside_divided`
     dtype = None if weight.dtype == torch.float64 else autocast_dtype(hidden.device)
     return beside_bytes(tokens, *weight.shape, hidden=hidden.dtype, weight=weight.dtype, dtype=dtype, tied=tied)
+
+
+@torch.compiler.disable
+def _beside_divided(logits: Any) -> int:
+    """Of a head whose weight stays divided. The head itself is not called where FSDP2 would gather it."""
+    if not isinstance(logits, DeferredLogits) or logits.source.ring is None or not logits.ready:
+        return 0
+    hidden, weight = logits.source.operands[:2]
+    tokens = hidden.shape[:-1].numel()
+    return ring_beside_bytes(tokens, *weight.shape, hidden=hidden.dtype, weight=weight.dtype)
 
 
 def _watch_checkpoint(handle: Watch, layer: GradientCheckpointingLayer) -> None:

@@ -9,8 +9,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_longmoe import DispatchConfig, LongMoEConfig, VocabConfig, patch_model, unpatch_model
+from hf_longmoe.integrations.transformers.regions import watch
+from hf_longmoe.peaks import StorageProbe
 
 VOCABULARY = 129
+
+
+def working(case, model, given):
+    """What the head holds in a step, its budget, and what that leaves aside."""
+    model.train()
+    with StorageProbe() as probe, watch(model) as handle:
+        model(**given).loss.backward()
+    model.zero_grad()
+    return [probe.report().components["vocab"].working, 64 << 10, handle.beside_caps["vocab"]]
 
 
 def run(case):
@@ -95,6 +106,7 @@ def run(case):
     distributed.barrier()
     saved = AutoModelForCausalLM.from_pretrained(f"{path[0]}/saved", dtype=torch.float32)
     same = all(torch.equal(a, b) for a, b in zip(saved.parameters(), reference.parameters(), strict=True))
+    used = working(case, model, inputs[mine])
     report = [str(entry) for entry in model.longmoe.entries if entry.component == "vocab"]
     head = model.lm_head
     unpatch_model(model)
@@ -104,6 +116,7 @@ def run(case):
         "evaluation": evaluation,
         "saved": same,
         "report": report,
+        "working": used,
         "entries held": max(full),
         "restored": model.lm_head is head and (forward == "transformers.distributed.tensor_parallel") == (shared > 1),
     }

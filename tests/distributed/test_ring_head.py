@@ -74,6 +74,8 @@ def check(found, name, entries, case):
         assert len(errors) > 10 and max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
         assert result["evaluation"] < 1e-5 and result["saved"] and result["restored"]
         (line,) = result["report"]
+        used, budget, beside = result["working"]
+        assert 0 < used <= budget + beside or "left alone" in line, result["working"]
         if "tp_size" in case["sharding"] and case["own group"]:
             assert "left alone (FSDP2 frees the gathered weight" in line
         elif "tp_size" in case["sharding"]:

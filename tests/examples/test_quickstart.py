@@ -1,5 +1,6 @@
 """examples/quickstart.py: both ways of starting it, what it leaves, what it refuses, and that its check can fail."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -126,7 +127,7 @@ def test_same_losses_and_lower_peaks(launcher, ranks, arguments):
 
 
 @pytest.mark.slow
-def test_expert_parallel_has_the_same_losses_and_bounded_waves(arguments):
+def test_expert_parallel_has_the_losses_of_one_process_and_bounded_waves(arguments, quickstart):
     config_file = str(ROOT / "accelerate_configs" / "cpu_2proc_ep.yaml")
     launcher = ("-m", "accelerate.commands.launch", "--config_file", config_file)
     done = start(launcher, {**arguments, "expert_parallel": True})
@@ -145,6 +146,20 @@ def test_expert_parallel_has_the_same_losses_and_bounded_waves(arguments):
         assert layer["imbalance"] >= layer["imbalance_after"] >= 1
     assert not (arguments["output_dir"] / "stock" / "experts.json").exists()
     assert "Expert parallelism: at most" in done.stdout and "'experts/waves'" in done.stdout
+    # One process, stock, the two processes' sequences one after the other.
+    one = quickstart.QuickstartArguments(**{name: str(value) for name, value in arguments.items()})
+    one.seq_len, one.steps = SEQ_LEN, STEPS
+    training = dataclasses.replace(quickstart.training_arguments(one), gradient_accumulation_steps=2)
+    tokenizer = quickstart.AutoTokenizer.from_pretrained(one.model_name_or_path)
+    texts = quickstart.read_documents(one.dataset, None, None)
+    losses, _ = quickstart.train(
+        quickstart.build_model(one), training, quickstart.pack(texts, tokenizer, SEQ_LEN, STEPS, 2), "one"
+    )
+    rows = re.findall(r"^ *\d+ +\d+\.\d{6} +(\d+\.\d{6}) ", done.stdout, re.MULTILINE)
+    assert len(losses) == len(rows) == STEPS
+    for step, (loss, row) in enumerate(zip(losses, rows, strict=True), start=1):
+        assert abs(loss - float(row)) <= step * 3e-5
+    assert "LM head: vocab, ring (" in done.stdout
 
 
 def test_expert_parallel_needs_several_processes(quickstart, arguments, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from hf_longmoe.schedules.numerics import accumulation_dtype
 from hf_longmoe.schedules.vocab.rows import SMALLEST_TILE
 from hf_longmoe.sizes import format_bytes, parse_bytes
 
-__all__ = ["TRAVELS", "RingPlan", "choose_travel", "ring_bytes", "ring_tile"]
+__all__ = ["TRAVELS", "RingPlan", "choose_travel", "ring_beside_bytes", "ring_bytes", "ring_tile"]
 
 TRAVELS = ("auto", "tokens", "weights")
 _PER_ITEM = 128  # labels, statistics and positions of one token of a tile, twice
@@ -118,6 +118,25 @@ def ring_tile(budget: int | str, hidden_size: int, *, dtype: torch.dtype, keep_l
         )
     n = (math.isqrt(line * line + 4 * square * given) - line) // (2 * square)
     return n - n % SMALLEST_TILE
+
+
+def ring_beside_bytes(
+    tokens: int, entries: int, hidden_size: int, *, hidden: torch.dtype, weight: torch.dtype
+) -> int:
+    """
+    Bytes that a training call holds at most beside its budget and its gradients in their own dtypes.
+
+    With a the bytes of sums: 3·a + 16 a token (statistics, shifted label, position); and in half precision, until the
+    gradients are rounded, the larger ones that they are rounded from.
+
+    Arguments:
+        tokens, entries: T, this rank's tokens; v, its part of the vocabulary.
+        hidden, weight: dtypes of the hidden states [T, H] and of the weight [v, H].
+    """
+    wide = accumulation_dtype(weight)
+    dh = tokens * hidden_size * wide.itemsize if hidden != wide else 0
+    dw = entries * (hidden_size + 1) * (wide.itemsize - weight.itemsize)
+    return (3 * wide.itemsize + 16) * tokens + dh + dw
 
 
 def choose_travel(tokens: int, entries: int, ranks: int, dtype: torch.dtype, needs: Sequence[bool], one: bool) -> str:
