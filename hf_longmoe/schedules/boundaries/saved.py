@@ -62,8 +62,8 @@ class Other:
     def unpack(self) -> torch.Tensor:
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"A tensor saved for backward, {self.tensor.dtype} of shape {list(self.tensor.shape)}, has been modified"
-                f" by an inplace operation: it is at version {self.tensor._version}; expected version {self.version}."
+                f"A tensor saved for backward, {self.tensor.dtype} of shape {list(self.tensor.shape)}, has been"
+                f" modified by an inplace operation: it is at version {self.tensor._version}, not {self.version}."
             )
         return self.tensor
 

@@ -166,6 +166,6 @@ class FakeEngine(Engine):
             for earlier in first.after:
                 self._complete(earlier)
             if not first.done:  # else one of the above has run it
+                first.work()  # where it fails it stays, so that whoever waits next is told too
                 queue.popleft()
-                first.work()
                 first.done, first.after = True, []

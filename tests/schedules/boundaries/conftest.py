@@ -78,11 +78,11 @@ class Stack(nn.Module):
             self.offload.begin()
         x = self.embed(ids)
         self.births(x)
-        for at, layer in enumerate(self.layers):
+        for layer in self.layers:
 
-            def region(x, scale, layer=layer, last=at == len(self.layers) - 1):
+            def region(x, scale, layer=layer):
                 out = layer(x, scale)
-                if not last and torch._C._current_graph_task_id() == -1:
+                if layer is not self.layers[-1] and torch._C._current_graph_task_id() == -1:
                     self.births(out)
                 return out
 
