@@ -256,14 +256,14 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
     divided = divided_of(model) if is_divided(model, lm_head) and stock_forward(lm_head) else None
     reason = "vocab=None in the config" if config is None else why_left_alone(name, lm_head, divided is not None)
     reason = reason or head_report(model, lm_head)
-    if reason:
-        patch.entries.append(Entry(name, "vocab", None, reason))
-        return
-    no_ring = why_no_ring(model, lm_head)
-    if config.schedule == "ring" and no_ring:
+    no_ring = reason or why_no_ring(model, lm_head)
+    if config is not None and config.schedule == "ring" and no_ring:
         raise ValueError(
             f'vocab.schedule="ring": {name} cannot use it: {no_ring}. "auto" takes tiles where it cannot be used.'
         )
+    if reason:
+        patch.entries.append(Entry(name, "vocab", None, reason))
+        return
     if config.schedule != "tiles" and not no_ring:
         patch.ring = ring_of(model)
         size = ring_rows(model, lm_head, config)

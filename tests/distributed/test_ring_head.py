@@ -88,6 +88,18 @@ def check(found, name, entries, case):
             assert "vocab, tiles (" in line and 'fsdp_plan={"lm_head": "free_full_weight"}' in line
 
 
+ONE_RANK = {
+    "one": {"sharding": {"fsdp_size": 1, "ep_size": 1}, "own group": False},
+    "one, forced": {"sharding": {"fsdp_size": 1, "ep_size": 1}, "schedule": "ring"},
+}
+
+
+def test_a_process_group_of_one(launch):
+    (rank,) = launch("ring_head_worker.py", 1, {name: {**DEFAULTS, **case} for name, case in ONE_RANK.items()})
+    assert max(rank["one"]["errors"].values()) < 1e-5 and "vocab, tiles (" in rank["one"]["report"][0]
+    assert "weight is not divided" in rank["one, forced"]["refused"]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_ring_that_is_forced_and_cannot_be_is_refused_with_the_reason(two, name):
     for rank in two:

@@ -80,3 +80,15 @@ def test_an_adapter_of_a_saved_head_leaves_no_trace(build, tiny, batch):
     unpatch_model(adapted)
     assert not any("forward" in vars(m) or "longmoe_head" in vars(m) for m in adapted.modules())
     assert type(adapted(**batch).logits) is torch.Tensor
+
+
+def test_a_ring_that_is_forced_on_an_adapted_head_is_refused(build):
+    forced = LongMoEConfig(vocab=VocabConfig(budget="16KiB", schedule="ring"))
+    for options in (
+        dict(target_modules=["q_proj", "lm_head"]),
+        dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    ):
+        with pytest.raises(ValueError, match='vocab.schedule="ring": .*lm_head.* an adapter wraps it'):
+            patch_model(lora(build("mixtral"), **options), forced)
+    with pytest.raises(ValueError, match="its weight is not divided over ranks"):
+        patch_model(lora(build("mixtral"), target_modules=["q_proj"]), forced)
