@@ -24,6 +24,7 @@ from benchmarks.report import environment, missed, table
 
 # Modules by name: each has `cases(quick)`, and may have THREADS. Only the one that is asked for is imported.
 BENCHMARKS = {
+    "boundaries": "benchmarks.boundaries",
     "dispatch": "benchmarks.dispatch",
     "expert_parallel": "benchmarks.expert_parallel",
     "ring": "benchmarks.ring",
@@ -53,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     threads = arguments.threads or getattr(benchmark, "THREADS", cores())
     known = benchmark.cases(arguments.quick)
     chosen = [case for case in known if arguments.only in case.name]
-    needed = {case.grows_from.case for case in chosen if case.grows_from}  # their peak is another's limit
+    kept = _kept(arguments.json) if arguments.only else {}
+    needed = {case.grows_from.case for case in chosen if case.grows_from} - set(kept)  # their peak is another's limit
     cases = [case for case in known if case in chosen or case.name in needed]
     if not cases:
         names = "".join(f"\n  {case.name}" for case in known)
@@ -61,10 +63,9 @@ def main(argv: list[str] | None = None) -> int:
 
     result = {"name": arguments.name, "environment": environment(threads), "cases": []}
     entries: dict[str, dict] = {}
-    kept = _kept(arguments.json) if arguments.only else {}
     for case in cases:
         pairs, when = QUICK_PAIRS if arguments.quick else PAIRS, environment(threads)
-        entries[case.name] = measure(case, entries, pairs, threads, _progress(case.name))
+        entries[case.name] = measure(case, {**kept, **entries}, pairs, threads, _progress(case.name))
         entries[case.name] |= {name: when[name] for name in ("date", "load_average")}
         found = {**kept, **entries}
         result["cases"] = [found[case.name] for case in known if case.name in found]

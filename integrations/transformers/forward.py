@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
+from hf_longmoe.integrations.transformers.checkpoint_function import checkpointing_of, wrap_checkpointing
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, LossCall
 from hf_longmoe.integrations.transformers.expert_parallel import replaced_implementations
 from hf_longmoe.integrations.transformers.experts import replaced_schedules
@@ -129,6 +130,7 @@ def _check_first_step(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     check_shared_batch(model, inputs.get("input_ids"))
     for name in (*replaced_schedules(model), *replaced_implementations(model)):
         raise RuntimeError(_REPLACED.format(what=f"The forward of {name}"))
+    wrap_checkpointing(model, checkpointing_of(model))  # Accelerate's FSDP2 wraps layers in `prepare`
     model.longmoe.launch_checked = True
 
 

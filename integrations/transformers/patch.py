@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
+from hf_longmoe.integrations.transformers.checkpoint_function import checkpointing_of, wrap_checkpointing
 from hf_longmoe.integrations.transformers.expert_parallel import (
     ExpertSettings,
     ep_note,
@@ -41,9 +42,9 @@ from hf_longmoe.integrations.transformers.head import (
     ring_rows,
 )
 from hf_longmoe.integrations.transformers.refusals import check_expert_dtype, check_model, why_left_alone
-from hf_longmoe.integrations.transformers.replay import patch_checkpointing, pin_routing, restore_checkpointing
 from hf_longmoe.integrations.transformers.ring_head import Ring, ring_of, why_no_ring
 from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
+from hf_longmoe.integrations.transformers.routing_pins import pin_routing
 from hf_longmoe.integrations.transformers.tp_head import divided_of, is_divided, stock_forward
 from hf_longmoe.schedules.dispatch import GatedMLP, LocalDispatch, TokenTiles
 
@@ -144,7 +145,7 @@ def _patch(target: PreTrainedModel, config: LongMoEConfig) -> None:
         action()
     target.longmoe = patch
     patch_forward(target)
-    patch_checkpointing(target)
+    know_replay(target, True)
     patch.handles += pin_routing(target)
 
 
@@ -162,9 +163,16 @@ def unpatch_model(model: nn.Module) -> nn.Module:
                 restore_forward(module)
         if patch.head is not None:
             restore_head(target)
-        restore_checkpointing(target)
+        know_replay(target, False)
         restore_model_forward(target)
     return model
+
+
+def know_replay(model: PreTrainedModel, on: bool) -> None:
+    """Whether checkpointed layers know which pass they are in; again after layers were wrapped for checkpointing."""
+    settings = checkpointing_of(model)
+    settings.replay = on
+    wrap_checkpointing(model, settings)
 
 
 def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
+from hf_longmoe.integrations.transformers.checkpoint_function import Observed, checkpoint_functions
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits
 from hf_longmoe.integrations.transformers.dispatch_modules import DispatchModule, dispatch_modules
 from hf_longmoe.peaks import component
@@ -123,9 +123,8 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
         handle._bracket(part.module, "dispatch", part.within, part.capped)
         if part.capped:
             handle._hook(part.module.register_forward_pre_hook(partial(_note_beside_cap, handle, part)))
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            _watch_checkpoint(handle, layer)
+    for layer, place in checkpoint_functions(model):
+        _watch_checkpoint(handle, layer, place)
     if optimizer is not None:
         _watch_optimizer(handle, optimizer)
     return handle
@@ -282,29 +281,28 @@ def _beside_divided(logits: Any) -> int:
     return ring_beside_bytes(tokens, *weight.shape, hidden=hidden.dtype, weight=weight.dtype)
 
 
-def _watch_checkpoint(handle: Watch, layer: GradientCheckpointingLayer) -> None:
+def _watch_checkpoint(handle: Watch, layer: nn.Module, place: str) -> None:
     def before(module: nn.Module, args: Any) -> None:
-        if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+        if getattr(layer, "gradient_checkpointing", True) and layer.training and torch.is_grad_enabled():
             tag("boundaries", args)
 
     handle._hook(layer.register_forward_pre_hook(before))
-    # The checkpoint replays the layer's forward, not its call: hooks on the layer do not see the recompute.
-    checkpoint = vars(layer).get("_gradient_checkpointing_func")
-    if checkpoint is None:
-        return
 
-    def in_layer(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    # The checkpoint replays the layer's forward, not its call: hooks on the layer do not see the recompute.
+    def around(function: Callable) -> Callable:
         def region(*inputs: Any, **options: Any) -> Any:
             with component("layer"):
                 return function(*inputs, **options)
 
-        return checkpoint(region, *args, **kwargs)
+        return region
+
+    observed = Observed(vars(layer)[place], around)
 
     def restore() -> None:
-        if vars(layer).get("_gradient_checkpointing_func") is in_layer:
-            layer._gradient_checkpointing_func = checkpoint
+        if vars(layer).get(place) is observed:
+            setattr(layer, place, observed.function)
 
-    layer._gradient_checkpointing_func = in_layer
+    setattr(layer, place, observed)
     handle._undo.append(restore)
 
 
