@@ -11,6 +11,8 @@ _WHERE = {
     "ComponentPeakCallback": "hf_longmoe.integrations.transformers",
     "DispatchConfig": "hf_longmoe.config",
     "LongMoEConfig": "hf_longmoe.config",
+    "LongMoEPlugin": "hf_longmoe.integrations.accelerate",
+    "OffloadStreamAdamW": "hf_longmoe.schedules.optimizer",
     "OptimizerConfig": "hf_longmoe.config",
     "VocabConfig": "hf_longmoe.config",
     "component": "hf_longmoe.peaks",
@@ -22,8 +24,10 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from hf_longmoe.config import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
+    from hf_longmoe.integrations.accelerate import LongMoEPlugin
     from hf_longmoe.integrations.transformers import ComponentPeakCallback, patch_model, unpatch_model
     from hf_longmoe.peaks import component
+    from hf_longmoe.schedules.optimizer import OffloadStreamAdamW
 
 
 def __getattr__(name: str):

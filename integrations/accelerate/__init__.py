@@ -1,1 +1,9 @@
 """Accelerate: `LongMoEPlugin`."""
+
+from hf_longmoe.integrations.transformers.versions import check_versions
+
+check_versions()
+
+from hf_longmoe.integrations.accelerate.plugin import LongMoEPlugin  # noqa: E402
+
+__all__ = ["LongMoEPlugin"]

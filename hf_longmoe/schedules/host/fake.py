@@ -137,7 +137,8 @@ class FakeEngine(Engine):
     def host_empty(self, nbytes: int) -> torch.Tensor:
         if self.host_limit is not None and self.host_bytes + nbytes > self.host_limit:
             raise MemoryError(f"{nbytes} bytes of host memory are not there")
-        memory = torch.ones(nbytes, dtype=torch.uint8)
+        # Of the interpreter's: no probe of tensors takes it for the device's.
+        memory = torch.frombuffer(bytearray(b"\1") * nbytes, dtype=torch.uint8) if nbytes else torch.empty(0).byte()
         self._host[id(memory)] = memory
         self.host_bytes += nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
