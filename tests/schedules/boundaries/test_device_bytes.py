@@ -112,3 +112,31 @@ def test_a_copy_down_begins_before_its_layer_and_is_waited_for_after(kit, reentr
         "compute waits down 1",
         "down 2",
     ]
+
+
+def test_copies_come_after_those_of_the_same_memory(kit):
+    """On the device's own clock: a fake that never says of a copy that it has ended."""
+
+    class Slow(kit.FakeEngine):
+        def __init__(self):
+            super().__init__()
+            self.users, self.before = {}, []
+
+        def done(self, job):
+            return False
+
+        def _copy(self, stream, destination, source, after):
+            host = (destination if stream == "down" else source).data_ptr()
+            users = self.users.setdefault(host, [])
+            self.before.append((stream, [job in after for job in users]))
+            users.append(super()._copy(stream, destination, source, after))
+            return users[-1]
+
+    engine = Slow()
+    with kit.BoundaryOffload(engine) as offload:
+        stack = kit.Stack(4, offload=offload)
+        for _ in range(3):
+            stack(kit.ids).backward()
+    assert {stream for stream, _ in engine.before} == {"down", "up"}
+    for stream, before in engine.before:
+        assert before[-1] if stream == "up" else all(before[-2:])
