@@ -125,7 +125,8 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if hasattr(self, "found_inf"):  # a GradScaler sets it, see _step_supports_amp_scaling
+        if vars(self).pop("found_inf", None) is not None:  # a GradScaler's, see _step_supports_amp_scaling
+            vars(self).pop("grad_scale", None)
             raise RuntimeError(
                 "early_gradients=True: a GradScaler divides gradients before step(), but they have left the device. "
                 "Use early_gradients=False, or bfloat16, which needs no scaler."
@@ -135,6 +136,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         record = Record(self._book.engine)
         try:
             self._event = self._book.update(live, self.param_groups, record)
+            record.complete = True
         except BaseException as error:
             record.drain()
             raise self._failed(live, record, error) from error
@@ -156,8 +158,8 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         broken = [entry.name for entry in live if record.half_done(entry)]
         told = f"Half done, so load a checkpoint: {', '.join(broken)}." if broken else "None is half done."
         return RuntimeError(
-            f"OffloadStreamAdamW.step() failed: {error} Of {len(live)} parameters {whole} are updated, and their "
-            f"`step` has risen. {told}"
+            f"OffloadStreamAdamW.step() failed: {str(error).rstrip('.')}. Of {len(live)} parameters {whole} are "
+            f"updated, and their `step` has risen. {told}"
         )
 
     def synchronize(self) -> None:

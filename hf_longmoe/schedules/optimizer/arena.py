@@ -124,8 +124,10 @@ class Entry:
 
     def _view(self, memory: torch.Tensor) -> torch.Tensor:
         shard = local(self.param)
-        range_ = memory[self.offset : self.offset + self.numel]
-        view = range_.as_strided(shard.shape, shard.stride())
+        # A storage of its own, which shares the slab's memory: what saves or copies the view takes no more than that,
+        # and a DTensor's must begin at 0.
+        storage = memory.untyped_storage()[4 * self.offset : 4 * (self.offset + self.numel)]
+        view = memory.new_empty(0).set_(storage, 0, shard.shape, shard.stride())
         if not isinstance(self.param, DTensor):
             return view
         spec = self.param._spec

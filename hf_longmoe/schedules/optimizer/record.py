@@ -66,6 +66,7 @@ class Record:
         self.jobs: list[tuple[str, Job]] = []
         self.nbytes, self.elements = Counter(down=0, up=0), Counter(accelerator=0, host=0)
         self.host_seconds = self.step_seconds = 0.0
+        self.complete = False  # set when nothing has failed
         self._touched: Counter[Entry] = Counter()
         self._done: Counter[Entry] = Counter()
 
@@ -102,7 +103,7 @@ class Record:
         return found
 
     def whole(self, entry: Entry) -> bool:
-        return self._done[entry] == entry.numel
+        return self._done[entry] == entry.numel > 0 or self.complete
 
     def half_done(self, entry: Entry) -> bool:
         return self._touched[entry] > 0 and not self.whole(entry)
