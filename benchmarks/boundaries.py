@@ -112,7 +112,7 @@ def _layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def cases(quick: bool) -> list[Case]:
     """The cases; `quick`: the same at a fraction of the size, without gates."""
-    stock = StackSizes(tokens=4096, hidden=256, layers=96)
+    stock = StackSizes(tokens=1024, hidden=256, layers=96)
     if quick:
         stock = StackSizes(tokens=64, hidden=32, layers=64)
     deeper = replace(stock, layers=2 * stock.layers)
