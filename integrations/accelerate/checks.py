@@ -8,6 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+from hf_longmoe.schedules.optimizer import state_bytes as bytes_of
+
 __all__ = ["check_early_gradients", "check_installable", "state_bytes"]
 
 
@@ -51,17 +53,12 @@ def check_early_gradients(accelerator: Accelerator) -> None:
 
 def state_bytes(optimizer: torch.optim.Optimizer, shards: int) -> int:
     """
-    Bytes of host memory for the state on this rank: two float32 moments a parameter, and a float32 master weight of
-    those in half precision.
+    Bytes of host memory for the state on this rank.
 
     Arguments:
         shards: ranks over which whole parameters are still going to be divided.
     """
-    total = 0
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.requires_grad:
-                each = 8 + (4 if param.element_size() < 4 else 0)
-                count = param.to_local().numel() if isinstance(param, DTensor) else -(-param.numel() // shards)
-                total += each * count
-    return total
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    sharded = [param for param in params if isinstance(param, DTensor)]
+    whole = [param for param in params if not isinstance(param, DTensor)]
+    return bytes_of(sharded) - bytes_of(whole) // -shards

@@ -116,6 +116,29 @@ class LongMoEPlugin:
     def __exit__(self, *error: Any) -> None:
         self.remove()
 
+    def __str__(self) -> str:
+        """Where boundaries and state were in the last step."""
+        lines = []
+        for installed in self._models:
+            offload = installed.offload
+            if offload is None:
+                lines.append("boundaries: left where they are, since the model is in host memory")
+            else:
+                lines.append(
+                    f"boundaries: {offload.offloaded} of {offload.offloaded + offload.left} in"
+                    f" {format_bytes(offload.host_bytes)} of host memory"
+                )
+        for streaming, _ in self._optimizers:
+            timings = streaming.timings
+            if timings is not None:
+                lines.append(
+                    f"optimizer: {timings.elements['accelerator']} elements updated on the accelerator,"
+                    f" {timings.elements['host']} on the host; {format_bytes(timings.nbytes['down'])} down,"
+                    f" {format_bytes(timings.nbytes['up'])} up; {timings.step:.3f} s, one stage after the other"
+                    f" {timings.serial:.3f} s, the longest {timings.shortest:.3f} s"
+                )
+        return "\n".join(lines)
+
     # -- what the accelerator is asked to prepare --------------------------------------------------------------------
     def _prepare(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
         """Everything that can be refused is refused before the first collective of `prepare`."""
