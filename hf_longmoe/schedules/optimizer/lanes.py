@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,13 +109,23 @@ class AcceleratorLane:
 
 @dataclass(eq=False)
 class _Desk:
-    """A bucket's room on the host, and on the device where its pieces are packed into one transfer."""
+    """A bucket's room for gradients on the host, and on the device where its pieces are packed into one transfer."""
 
     grads: torch.Tensor
-    weights: torch.Tensor
     memory: torch.Tensor | None = None
     up: Job | None = None
     unpack: Callable[[], None] | None = None
+
+
+@dataclass(eq=False)
+class _Out:
+    """
+    A bucket's room for parameters on the host. There is one more than desks: they are on their way up while the desk
+    takes the next gradients.
+    """
+
+    weights: torch.Tensor
+    up: Job | None = None
 
 
 class HostLane:
@@ -134,7 +144,8 @@ class HostLane:
         self._record, self._elements, self._count, self._early = record, elements, slots, early
         self._staging = staging
         self._desks: list[_Desk] = []
-        self._pending: deque[tuple[Bucket, _Desk, torch.dtype, Job | None]] = deque()
+        self._outs: list[_Out] = []
+        self._pending: deque[tuple[Bucket, _Desk, _Out, torch.dtype, Job | None]] = deque()
         self._started = 0
 
     @property
@@ -142,29 +153,31 @@ class HostLane:
         return len(self._pending) == self._count
 
     def start(self, bucket: Bucket) -> None:
-        desk, pieces = self._desk(), bucket.pieces
+        desk, out, pieces = self._desk(), self._out(), bucket.pieces
+        self._started += 1
         job, dtype = None, self._dtype(pieces)
         if self._early is None:
             job = self._down(desk, 0, desk.grads, bucket, gradients(pieces), dtype)
         if not bucket.arena.half or any(piece.entry.fresh for piece in pieces):
-            job = self._down(desk, 1, desk.weights, bucket, values(pieces), bucket.arena.dtype)
-        self._pending.append((bucket, desk, dtype, job))
+            after = () if out.up is None else (out.up,)
+            job = self._down(desk, 1, out.weights, bucket, values(pieces), bucket.arena.dtype, after)
+        self._pending.append((bucket, desk, out, dtype, job))
 
     def end(self) -> None:
-        bucket, desk, dtype, job = self._pending.popleft()
+        bucket, desk, out, dtype, job = self._pending.popleft()
         engine, pieces = self._record.engine, bucket.pieces
-        for earlier in (desk.up, job):
+        for earlier in (out.up, job):
             if earlier is not None:
                 engine.finish(earlier)
         if self._early is not None:
             self._early.finish(pieces)
-        weights = _as(desk.weights, bucket.arena.dtype)
+        weights = _as(out.weights, bucket.arena.dtype)
         begun = time.perf_counter()
         self._record.touched(pieces)
         for block in bucket.blocks if bucket.arena.half or dtype != torch.float32 else [bucket]:
             self._update(block, weights, None if self._early else _as(desk.grads, dtype))
         self._record.host_seconds += time.perf_counter() - begun
-        self._up(desk, bucket, weights)
+        desk.up = out.up = self._up(desk, bucket, weights)
         self._record.done(pieces, "host")
 
     def flush(self) -> None:
@@ -172,11 +185,14 @@ class HostLane:
         while self._pending:
             self.end()
         for desk in self._desks:
+            if desk.up is not None:
+                self._record.engine.compute_waits(desk.up)
             self._settle(desk)
 
     def release(self) -> None:
         """Gives the memory of the device back."""
         self._desks.clear()
+        self._outs.clear()
 
     # -- on the host ------------------------------------------------------------------------------------------------
     def _update(self, block: Bucket, weights: torch.Tensor, grads: torch.Tensor | None) -> None:
@@ -212,41 +228,43 @@ class HostLane:
         bucket: Bucket,
         sources: list[torch.Tensor],
         dtype: torch.dtype,
+        after: Sequence[Job] = (),
     ) -> Job:
-        after = () if desk.up is None else (desk.up,)
         if len(sources) == 1 and sources[0].dtype == dtype:
             return self._record.down(_as(host, dtype)[: sources[0].numel()], sources[0], after)
+        if area == 1:
+            self._settle(desk)
         packed = self._area(desk, area, dtype)[: bucket.numel]
         self._record.run(copies(in_bucket(packed, bucket.pieces), sources))
         return self._record.down(_as(host, dtype)[: bucket.numel], packed, after)
 
-    def _up(self, desk: _Desk, bucket: Bucket, weights: torch.Tensor) -> None:
+    def _up(self, desk: _Desk, bucket: Bucket, weights: torch.Tensor) -> Job:
+        self._settle(desk)
         params = values(bucket.pieces)
         if len(params) == 1:
-            desk.up = self._record.up(params[0], weights[: params[0].numel()])
-            return
+            return self._record.up(params[0], weights[: params[0].numel()])
         packed = self._area(desk, 1, bucket.arena.dtype)[: bucket.numel]
-        desk.up = self._record.up(packed, weights[: bucket.numel])
         desk.unpack = copies(params, in_bucket(packed, bucket.pieces))
+        return self._record.up(packed, weights[: bucket.numel])
 
     def _settle(self, desk: _Desk) -> None:
-        """The device's later work begins after the desk's parameters have come; packed ones go to their places."""
-        if desk.up is not None:
-            self._record.engine.compute_waits(desk.up)
+        """Packed parameters that have come, or will, go to their places."""
         if desk.unpack is not None:
+            self._record.engine.compute_waits(desk.up)
             self._record.run(desk.unpack)
             desk.unpack = None
 
     def _desk(self) -> _Desk:
         number = self._started % self._count
-        self._started += 1
         if number == len(self._desks):
-            rooms = (self._staging.room(number, what, self._elements) for what in ("gradients", "weights"))
-            self._desks.append(_Desk(*rooms))
-        desk = self._desks[number]
-        if desk.unpack is not None:
-            self._settle(desk)
-        return desk
+            self._desks.append(_Desk(self._staging.room(number, "gradients", self._elements)))
+        return self._desks[number]
+
+    def _out(self) -> _Out:
+        number = self._started % (self._count + 1)
+        if number == len(self._outs):
+            self._outs.append(_Out(self._staging.room(number, "weights", self._elements)))
+        return self._outs[number]
 
     def _area(self, desk: _Desk, number: int, dtype: torch.dtype) -> torch.Tensor:
         if desk.memory is None:
