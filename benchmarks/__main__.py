@@ -27,6 +27,7 @@ BENCHMARKS = {
     "boundaries": "benchmarks.boundaries",
     "dispatch": "benchmarks.dispatch",
     "expert_parallel": "benchmarks.expert_parallel",
+    "optimizer": "benchmarks.optimizer",
     "ring": "benchmarks.ring",
     "vocab": "benchmarks.vocab",
 }
