@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longmoe.config import BoundariesConfig
 from hf_longmoe.integrations.transformers.checkpoint_function import checkpointing_of, wrap_checkpointing
@@ -27,7 +30,8 @@ class Installed:
             self._handle = model.base_model.register_forward_pre_hook(self._begin)
 
     def _begin(self, *_: Any) -> None:
-        self.offload.begin()
+        known = self.offload.offloaded + self.offload.left
+        self.offload.begin(None if known else sum(map(_checkpoints, self.model.modules())))
 
     def refresh(self) -> None:
         """After layers were wrapped for checkpointing."""
@@ -40,6 +44,11 @@ class Installed:
         if self.offload is not None:
             self._handle.remove()
             self.offload.close()
+
+
+def _checkpoints(module: nn.Module) -> bool:
+    layer = isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and module.training
+    return layer or isinstance(module, CheckpointWrapper)
 
 
 def install_boundaries(model: PreTrainedModel, caps: BoundariesConfig, engine: Engine | None) -> Installed:

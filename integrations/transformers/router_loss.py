@@ -48,7 +48,7 @@ class RouterLoss:
 
     def hook(self, router: nn.Module, args: Any, output: Any) -> None:
         # A replay must build the graph of its first pass, whatever the model is doing by then.
-        collecting, mask = recall(lambda: (self.collecting, self.mask))
+        collecting, mask = recall(lambda: (self.collecting, self.mask), shared=True)
         if collecting:
             logits = output[self.index] if isinstance(output, (tuple, list)) else output
             with torch._C.DisableTorchFunction():  # the loss's own top-k needs no pinning: nothing is routed by it

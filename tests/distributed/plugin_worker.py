@@ -1,4 +1,4 @@
-"""Script for `launch`: `Trainer.train` with and without `LongMoEPlugin`, on a fake device, under DDP and FSDP2 + EP."""
+"""Script for `launch`: `Trainer.train` with and without `LongMoEPlugin`, on a fake device, DDP and FSDP2 + EP."""
 
 import os
 import tempfile

@@ -120,9 +120,7 @@ def ring_tile(budget: int | str, hidden_size: int, *, dtype: torch.dtype, keep_l
     return n - n % SMALLEST_TILE
 
 
-def ring_beside_bytes(
-    tokens: int, entries: int, hidden_size: int, *, hidden: torch.dtype, weight: torch.dtype
-) -> int:
+def ring_beside_bytes(tokens: int, entries: int, hidden_size: int, *, hidden: torch.dtype, weight: torch.dtype) -> int:
     """
     Bytes that a training call holds at most beside its budget and its gradients in their own dtypes.
 

@@ -1,4 +1,4 @@
-"""A run that was saved and goes on has the bits of one that was not: `save_state`, Trainer checkpoints, to plain AdamW."""
+"""A run that goes on from a checkpoint has the bits of one that was not stopped; from and to a plain AdamW too."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_trainer(plugin, same, tmp_path):
     assert same(list(made.model.parameters()), list(stock.model.parameters()))
     assert isinstance(made.optimizer.optimizer, OffloadStreamAdamW) and one._models[0].offload.offloaded == 3
     boundaries = [report.components["boundaries"].peak for report in (peaks.report, stock_peaks.report)]
-    assert boundaries[0] == boundaries[1] * 3 / 4  # three at most, of four layers
+    assert boundaries[0] == boundaries[1] * 3 / 4  # two, and the first, which the model's own forward holds on to
     assert peaks.report.components["optimizer"].working <= 2 * 16 * 1024
 
     again, _ = trainer(tmp_path / "again", plugin(seed=1, update_on="accelerator"), save_strategy="no")
