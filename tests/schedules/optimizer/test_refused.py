@@ -143,11 +143,11 @@ def test_a_failed_copy_leaves_the_counters_right_and_the_next_step_possible(pair
         counted = 0
         for number, (param, (value, moment)) in enumerate(zip(run.params, before, strict=True)):
             rose = float(run.ours.state[param]["step"]) - steps[number]
+            moved = (run.ours.state[param]["exp_avg"] != moment).float()
             if f"parameter {number % 3} of group {number // 3} " in text.partition("Half done")[2]:
                 assert rose == 0
             elif param.numel():
-                assert rose == (not torch.equal(run.ours.state[param]["exp_avg"], moment))
-                assert bool(rose) or torch.equal(value, param)
+                assert moved.mean() > 0.99 if rose else not moved.any() and torch.equal(value, param)
             counted += rose
         assert f"Of 9 parameters {counted:.0f} are updated" in text
         counts[at] = counted
