@@ -4,17 +4,20 @@ Long-context MoE training with the dispatch and vocabulary peaks bounded: the sa
     accelerate launch --config_file accelerate_configs/cpu_2proc.yaml examples/quickstart.py
     python examples/quickstart.py --seq_len 8192 --vocab_budget 32MiB
     accelerate launch --config_file accelerate_configs/cpu_2proc_ep.yaml examples/quickstart.py --expert_parallel
+    accelerate launch examples/quickstart.py --offload
 
 Trains a few stock steps, then the same steps on the same data from the same seed with `patch_model`. Prints both loss
 curves, which must agree to rounding (else the exit code is 1), and the peaks of each component, before and after.
 Leaves `peaks.json` and `peaks.png` in the output folder. Needs no network: the default model is a small Mixtral made
 from its config, and the default text is the Python standard library's own sources. With `--expert_parallel` the model
 is sharded (FSDP2) and its experts are divided over the processes: Transformers' all-to-all and gathered LM head
-against PipelinedLLEP and Ring-DTP.
+against PipelinedLLEP and Ring-DTP. With `--offload` the patched run also has `LongMoEPlugin`: checkpoint boundaries
+and optimizer state in host memory (which, on a machine without an accelerator, is where they are).
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -45,6 +48,7 @@ from hf_longmoe import (
     ComponentPeakCallback,
     DispatchConfig,
     LongMoEConfig,
+    LongMoEPlugin,
     VocabConfig,
     patch_model,
     unpatch_model,
@@ -78,6 +82,7 @@ class QuickstartArguments:
     output_dir: str = field(default="runs/quickstart", metadata={"help": "Tokenizer, peaks.json, peaks.png."})
     seed: int = field(default=0, metadata={"help": "Of the weights and of the order of the data."})
     expert_parallel: bool = field(default=False, metadata={"help": "Divide the experts over the processes (FSDP2)."})
+    offload: bool = field(default=False, metadata={"help": "Boundaries and optimizer state in host memory."})
     use_cpu: bool = field(default=False, metadata={"help": "Leave accelerators alone; implied if there are too few."})
 
 
@@ -91,7 +96,8 @@ def main() -> None:
     gc.collect()  # the Trainer and its model refer to each other: the first run's memory would stay for the second
     model = patch_model(load(arguments, training, "pipelined_llep"), longmoe_config)
     head = [entry for entry in model.longmoe.entries if entry.component == "vocab"]
-    losses["patched"], reports["patched"] = train(model, training, dataset, "patched")
+    plugin = LongMoEPlugin(longmoe_config) if arguments.offload else None
+    losses["patched"], reports["patched"] = train(model, training, dataset, "patched", plugin)
 
     differences = [abs(a - b) for a, b in zip(losses["stock"], losses["patched"], strict=True)]
     equal = all(difference <= step * TOLERANCE for step, difference in enumerate(differences, start=1))
@@ -223,12 +229,19 @@ def load(arguments: QuickstartArguments, training: TrainingArguments, ep_impleme
 
 
 def train(
-    model: PreTrainedModel, training: TrainingArguments, dataset: Dataset, name: str
+    model: PreTrainedModel,
+    training: TrainingArguments,
+    dataset: Dataset,
+    name: str,
+    plugin: LongMoEPlugin | None = None,
 ) -> tuple[list[float], PeakReport]:
     """The loss of each step, and the peaks of all."""
     peaks = ComponentPeakCallback(every=1, output_dir=os.path.join(training.output_dir, name))
     trainer = Trainer(model=model, args=training, train_dataset=dataset, callbacks=[peaks])
-    trainer.train()
+    with contextlib.nullcontext() if plugin is None else plugin.install(trainer.accelerator):
+        trainer.train()
+        if plugin is not None and training.process_index == 0:
+            print(plugin)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], peaks.report
 
 

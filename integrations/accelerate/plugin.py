@@ -18,6 +18,7 @@ from transformers.utils import logging
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.accelerate.boundaries import Installed, install_boundaries
 from hf_longmoe.integrations.accelerate.checks import check_early_gradients, check_installable, state_bytes
+from hf_longmoe.integrations.accelerate.heads import divide_heads, repatch
 from hf_longmoe.integrations.transformers.refusals import check_launch
 from hf_longmoe.schedules.host import AcceleratorEngine, Engine, check_host_memory, has_own_memory
 from hf_longmoe.schedules.optimizer import OffloadStreamAdamW
@@ -145,9 +146,12 @@ class LongMoEPlugin:
         streamed = {id(arg): self._streamed(arg) for arg in args if isinstance(arg, torch.optim.Optimizer)}
         for streaming in streamed.values():
             self._check_host_memory(streaming)
+        divided = divide_heads(self._accelerator, self.config, args)
         prepared = prepare(*(streamed.get(id(arg), arg) for arg in args), **kwargs)
         for model in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             self._install_boundaries(model)
+        for model in divided:
+            repatch(model)
         return prepared
 
     def _prepare_model(self, prepare_model: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

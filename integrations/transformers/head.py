@@ -21,7 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_longmoe.config import VocabConfig
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, current_call, defer
-from hf_longmoe.integrations.transformers.ring_head import gathered_until_backward
+from hf_longmoe.integrations.transformers.ring_head import gathered_until_backward, keeps_gathered
 from hf_longmoe.integrations.transformers.tp_head import Divided, stock_forward
 from hf_longmoe.schedules.vocab import linear_cross_entropy, ring_tile, tile_rows
 
@@ -107,21 +107,22 @@ def restore_head(model: PreTrainedModel) -> None:
 @torch.compiler.disable
 def _head_forward(self: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
     call, settings = current_call(), self.longmoe_head
+    gathered = settings.gathered or keeps_gathered(self)
     if call is not None and (reason := _not_deferred(self, hidden_states)):
         call.fallback, call = reason, None
     if call is None:
         return type(self).forward(self, hidden_states) if settings.stock is None else settings.stock(hidden_states)
     if settings.divided is None:
-        return defer(call, hidden_states, self.weight, self.bias, gathered=settings.gathered)
+        return defer(call, hidden_states, self.weight, self.bias, gathered=gathered)
     parts = self.weight.to_local(), None if self.bias is None else self.bias.to_local()
-    more = dict(ring=settings.divided, vocab_size=self.weight.shape[0], gathered=settings.gathered)
+    more = dict(ring=settings.divided, vocab_size=self.weight.shape[0], gathered=gathered)
     return defer(call, hidden_states, *parts, **more)
 
 
 def _not_deferred(lm_head: nn.Linear, hidden_states: torch.Tensor) -> str | None:
     """Why the logits have to be formed, which shows only once the head is called."""
     settings = lm_head.longmoe_head
-    if isinstance(lm_head, FSDPModule) and not settings.gathered:
+    if isinstance(lm_head, FSDPModule) and not (settings.gathered or keeps_gathered(lm_head)):
         return "FSDP2 frees the gathered weight before the loss"
     if settings.divided is None:
         return "it is sharded" if isinstance(lm_head.weight, DTensor) else None

@@ -273,7 +273,7 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
         patch.entries.append(Entry(name, "vocab", None, reason))
         return
     if config.schedule != "tiles" and not no_ring:
-        patch.ring = ring_of(model)
+        patch.ring = ring_of(lm_head)
         size = ring_rows(model, lm_head, config)
         note = (
             f"blocks of {size} tokens by {size} entries, over {patch.ring.wire.size} ranks; no rank gathers the weight"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -18,7 +18,16 @@ from hf_longmoe.integrations.transformers.deferred import current_call, defer
 from hf_longmoe.schedules.vocab import ring_cross_entropy
 from hf_longmoe.schedules.wire import GroupWire
 
-__all__ = ["FREE", "Ring", "gathered_until_backward", "ring_of", "stand_in", "why_no_ring"]
+__all__ = [
+    "FREE",
+    "Ring",
+    "divide_head",
+    "gathered_until_backward",
+    "keeps_gathered",
+    "ring_of",
+    "stand_in",
+    "why_no_ring",
+]
 
 FREE = 'fsdp_plan={"lm_head": "free_full_weight"}'
 
@@ -56,22 +65,44 @@ def why_no_ring(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
     if not isinstance(lm_head.weight, DTensor):
         return "its weight is not divided over ranks (FSDP2 through DistributedConfig does that)"
     meshes = getattr(model, "_mesh_manager", None)
-    if meshes is None:
-        return "it was not divided by Transformers (DistributedConfig)"
-    if meshes.get_mesh("tp").size() > 1:
+    if meshes is not None and meshes.get_mesh("tp").size() > 1:
         return "tensor parallelism divides it, over ranks that have the same tokens"
-    if meshes.get_mesh("fsdp").size() == 1:
+    if lm_head.weight.device_mesh.size() == 1:
         return "there is one data rank"
     if model.get_input_embeddings().weight is lm_head.weight:
         return "it is tied to the input embeddings, which gather it"
-    if not isinstance(lm_head, FSDPModule) or _style(model, lm_head) != "free_full_weight":
+    if meshes is None and not vars(lm_head).get("longmoe_divided"):
+        return "Accelerate's FSDP2 gathers it together with the last norm; LongMoEPlugin keeps it divided"
+    if meshes is not None and (not isinstance(lm_head, FSDPModule) or _style(model, lm_head) != "free_full_weight"):
         return f"FSDP2 gathers it together with the last norm; load with {FREE} to keep it divided"
     return None
 
 
 def gathered_until_backward(model: PreTrainedModel, lm_head: nn.Module) -> bool:
-    """Whether FSDP2 keeps the gathered weight from the head's forward to its backward."""
+    """Whether FSDP2 of Transformers keeps the gathered weight from the head's forward to its backward."""
     return getattr(model, "_mesh_manager", None) is not None and _style(model, lm_head) == "keep_full_weight"
+
+
+def keeps_gathered(lm_head: nn.Module) -> bool:
+    """The same of a head that Accelerate has given to FSDP2, which it does after `patch_model`, perhaps."""
+    group = lm_head._get_fsdp_state()._fsdp_param_group if isinstance(lm_head, FSDPModule) else None
+    return group is not None and not group._reshard_after_forward
+
+
+def divide_head(lm_head: nn.Module, **options: Any) -> dict[nn.Parameter, nn.Parameter]:
+    """
+    Gives the head a group of its own in FSDP2, as `fsdp_plan` does in Transformers, before Accelerate shards the rest.
+
+    Arguments:
+        options: of `fully_shard`.
+
+    Returns:
+        Its parameters now, by those before.
+    """
+    before = dict(lm_head.named_parameters())
+    fully_shard(lm_head, **options)
+    lm_head.longmoe_divided = True
+    return {before[name]: param for name, param in lm_head.named_parameters()}
 
 
 def _style(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
@@ -79,11 +110,13 @@ def _style(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
     return (model.fsdp_plan or {}).get(name)
 
 
-def ring_of(model: PreTrainedModel) -> Ring:
-    meshes = model._mesh_manager
-    replicas = meshes.get_mesh("dp_replicate")
-    ring = GroupWire(meshes.get_mesh("fsdp").get_group())
-    return Ring(ring, replicas.get_group() if replicas.size() > 1 else None, ring.size * replicas.size())
+def ring_of(lm_head: nn.Module) -> Ring:
+    """By how the weight is placed: divided along one dimension of its mesh, and with HSDP repeated along another."""
+    mesh, placements = lm_head.weight.device_mesh, lm_head.weight.placements
+    (divided,) = (dim for dim, placement in enumerate(placements) if placement.is_shard())
+    repeated = [dim for dim, placement in enumerate(placements) if placement.is_replicate() and mesh.size(dim) > 1]
+    replicas = mesh.get_group(repeated[0]) if repeated else None
+    return Ring(GroupWire(mesh.get_group(divided)), replicas, mesh.size())
 
 
 class _StandIn(nn.Module):

@@ -5,7 +5,9 @@ import tempfile
 
 import ranks
 import torch
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
@@ -86,5 +88,65 @@ def run(case):
     }
 
 
+def fsdp2(case):
+    """Accelerate's own FSDP2 in a plain loop. It offers that on accelerators only, so the state is set by hand."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        activation_checkpointing=True,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    torch.manual_seed(0)
+    options = {**OPTIONS, "tie_word_embeddings": case.get("tied", False)}
+    config = AutoConfig.for_model("mixtral", vocab_size=VOCABULARY, num_hidden_layers=LAYERS, **options)
+    model = AutoModelForCausalLM.from_config(config)
+    head = model.lm_head.weight.detach().clone()
+    caps = LongMoEConfig(
+        dispatch=DispatchConfig(budget="1MiB"),
+        vocab=VocabConfig(budget="64KiB"),
+        optimizer=OptimizerConfig(bucket="16KiB", update_on="cpu"),
+    )
+    if case["patched"]:
+        patch_model(model, caps)
+    engine = FakeEngine(seed=distributed.get_rank())
+    plugin = LongMoEPlugin(caps, engine=engine).install(accelerator) if case["plugin"] else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert torch.equal(model.lm_head.weight.full_tensor(), head)
+    model.train()
+
+    def steps(first, last):
+        losses = []
+        for step in range(first, last):
+            ids = (torch.arange(32)[None] * (step + 2) + distributed.get_rank()) % VOCABULARY
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    losses = steps(0, 2)
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    accelerator.save_state(folder[0])
+    losses += (after := steps(2, 4))
+    accelerator.load_state(folder[0])
+    found = {"losses": losses, "resumed": steps(2, 4) == after}
+    if case["patched"]:
+        found["head"] = [str(entry) for entry in model.longmoe.entries if entry.component == "vocab"]
+    if plugin is not None:
+        found["offloaded"] = plugin._models[0].offload.offloaded
+        plugin.remove()
+        found["host"] = engine.host_bytes
+    return found
+
+
 if __name__ == "__main__":
-    ranks.main(run)
+    ranks.main(lambda case: fsdp2(case) if case["kind"] == "fsdp2" else run(case))

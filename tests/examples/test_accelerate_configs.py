@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
+from hf_longmoe import LongMoEConfig
+
 FOLDER = Path(__file__).parents[2] / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 
@@ -50,3 +52,14 @@ def test_the_processes_find_each_other(path, tmp_path):
     found = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
     size = load_config_from_file(str(path)).num_processes
     assert found == [{"processes": size, "total": size, "device": "cpu"}] * size
+
+
+def test_the_readme_lists_every_variable_with_its_default(monkeypatch):
+    text = (FOLDER / "README.md").read_text()
+    config = LongMoEConfig()
+    told = dict(re.findall(r"`(LONGMOE_[A-Z_]+)` \| `([^`]+)`", text))
+    parts = config.to_dict().items()
+    assert set(told) == {f"LONGMOE_{part}_{field}".upper() for part, fields in parts for field in fields}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert LongMoEConfig() == config

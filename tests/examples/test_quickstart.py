@@ -162,6 +162,15 @@ def test_expert_parallel_has_the_losses_of_one_process_and_bounded_waves(argumen
     assert "LM head: vocab, ring (" in done.stdout
 
 
+def test_offload_has_the_same_losses(quickstart, arguments, monkeypatch, capsys):
+    assert call(quickstart, monkeypatch, {**arguments, "offload": True}) == 0
+    out = capsys.readouterr().out
+    assert "Losses equal to rounding" in out
+    assert "boundaries: left where they are" in out and re.search(
+        r"optimizer: 0 elements .* [1-9]\d* on the host", out
+    )
+
+
 def test_expert_parallel_needs_several_processes(quickstart, arguments, monkeypatch, capsys):
     assert call(quickstart, monkeypatch, {**arguments, "expert_parallel": True}) == 2
     assert "cpu_2proc_ep.yaml" in capsys.readouterr().err
