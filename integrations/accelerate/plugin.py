@@ -12,6 +12,7 @@ from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -156,6 +157,15 @@ class LongMoEPlugin:
 
     def _prepare_model(self, prepare_model: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         prepared = prepare_model(model, *args, **kwargs)
+        if (
+            isinstance(prepared, DistributedDataParallel)
+            and self.config.optimizer
+            and self.config.optimizer.early_gradients
+        ):
+            raise ValueError(
+                "optimizer.early_gradients=True: DDP sums gradients over ranks after they would have left the device;"
+                " use FSDP2, or early_gradients=False."
+            )
         self._install_boundaries(prepared)
         return prepared
 

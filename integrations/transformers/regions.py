@@ -22,6 +22,7 @@ from hf_longmoe.peaks import component
 from hf_longmoe.peaks.region import made, pop, push, tag
 from hf_longmoe.peaks.storage import storages
 from hf_longmoe.schedules.numerics import autocast_dtype
+from hf_longmoe.schedules.optimizer import OffloadStreamAdamW
 from hf_longmoe.schedules.vocab import beside_bytes, ring_beside_bytes
 
 __all__ = ["Watch", "watch"]
@@ -140,7 +141,7 @@ def _resident(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None
     tag("parameters", parameters, list(model.buffers()))
     tag("gradients", [parameter.grad for parameter in parameters])
     if optimizer is not None:
-        tag("optimizer", list(optimizer.state.values()))
+        tag("optimizer", _state(optimizer))
 
 
 def _watch_tensors(handle: Watch, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -306,6 +307,10 @@ def _watch_checkpoint(handle: Watch, layer: nn.Module, place: str) -> None:
     handle._undo.append(restore)
 
 
+def _state(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return optimizer.resident_state() if isinstance(optimizer, OffloadStreamAdamW) else list(optimizer.state.values())
+
+
 def _watch_optimizer(handle: Watch, optimizer: torch.optim.Optimizer) -> None:
     regions: list[Any] = []
 
@@ -314,7 +319,7 @@ def _watch_optimizer(handle: Watch, optimizer: torch.optim.Optimizer) -> None:
         regions.append(handle._push("optimizer"))
 
     def after(*_: Any) -> None:
-        tag("optimizer", list(optimizer.state.values()))
+        tag("optimizer", _state(optimizer))
         handle._pop(regions.pop() if regions else None)
 
     handle._hook(optimizer.register_step_pre_hook(before))

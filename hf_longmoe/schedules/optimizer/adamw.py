@@ -235,6 +235,10 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         self._state = value
 
+    def resident_state(self) -> list[torch.Tensor]:
+        """The memory of the state that stays where the parameters are, and does not travel. Waits for nothing."""
+        return self._book.resident()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         Loads a state of this class or of a plain AdamW, in place; an empty one too. Moments become float32; without a

@@ -168,6 +168,9 @@ class Book:
             )
         return needed <= cap
 
+    def resident(self) -> list[torch.Tensor]:
+        return [memory for arena in self._arenas if not arena.streamed for memory in arena.flats.values()]
+
     def adopt(self, found: dict[Any, Any], state: dict[Any, Any]) -> None:
         """Takes loaded states, into `state` too. A parameter that is not among them begins anew."""
         for param, entry in self.entries.items():

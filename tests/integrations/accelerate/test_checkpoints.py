@@ -45,7 +45,8 @@ def trainer(folder, one, steps=4, **arguments):
     torch.manual_seed(0)
     AcceleratorState._reset_state(reset_partial_state=True)
     options = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
-    config = AutoConfig.for_model("mixtral", vocab_size=101, num_hidden_layers=4, num_local_experts=4, **options)
+    # Of a family whose experts Transformers loads back when a Trainer resumes (mixtral is none).
+    config = AutoConfig.for_model("gpt_oss", vocab_size=101, num_hidden_layers=4, num_local_experts=4, **options)
     ids = torch.randint(3, 101, (16, 20)).tolist()
     args = TrainingArguments(
         str(folder),
