@@ -5,7 +5,8 @@ Side by side with what it replaces.
     python -m benchmarks vocab --quick
     python -m benchmarks expert_parallel --only "E 64"
 
-Prints a table; `--json` writes the numbers. Exit code 1: a case that must meet its limits missed one.
+Prints a table; `--json` writes the numbers. Exit code 1: a case that must meet its limits missed one; 2: it
+cannot run like this, or here.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from rich.console import Console
 from benchmarks.harness import cores, measure
 from benchmarks.report import environment, missed, table
 
-# Modules by name: each has `cases(quick)`, and may have THREADS. Only the one that is asked for is imported.
+# Modules by name: each has `cases(quick)`, and may have THREADS, `measure` in place of the harness's, `where()` with
+# more about the environment, and `refusal(quick)`. Only the one that is asked for is imported.
 BENCHMARKS = {
     "boundaries": "benchmarks.boundaries",
     "dispatch": "benchmarks.dispatch",
     "expert_parallel": "benchmarks.expert_parallel",
+    "gpu": "benchmarks.gpu",
     "optimizer": "benchmarks.optimizer",
     "ring": "benchmarks.ring",
     "vocab": "benchmarks.vocab",
@@ -52,6 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     if not folder.is_dir():
         parser.error(f"--json {arguments.json}: there is no folder {folder}; make it first")
     benchmark = importlib.import_module(BENCHMARKS[arguments.name])
+    refusal = benchmark.refusal(arguments.quick) if hasattr(benchmark, "refusal") else None
+    if refusal:
+        print(f"python -m benchmarks {arguments.name} {refusal}", file=sys.stderr)
+        return 2
+    run, more = getattr(benchmark, "measure", measure), getattr(benchmark, "where", dict)()
     threads = arguments.threads or getattr(benchmark, "THREADS", cores())
     known = benchmark.cases(arguments.quick)
     chosen = [case for case in known if arguments.only in case.name]
@@ -62,11 +70,11 @@ def main(argv: list[str] | None = None) -> int:
         names = "".join(f"\n  {case.name}" for case in known)
         parser.error(f"--only {arguments.only!r} is in no case's name; the cases are{names}")
 
-    result = {"name": arguments.name, "environment": environment(threads), "cases": []}
+    result = {"name": arguments.name, "environment": environment(threads) | more, "cases": []}
     entries: dict[str, dict] = {}
     for case in cases:
         pairs, when = QUICK_PAIRS if arguments.quick else PAIRS, environment(threads)
-        entries[case.name] = measure(case, {**kept, **entries}, pairs, threads, _progress(case.name))
+        entries[case.name] = run(case, {**kept, **entries}, pairs, threads, _progress(case.name))
         entries[case.name] |= {name: when[name] for name in ("date", "load_average")}
         found = {**kept, **entries}
         result["cases"] = [found[case.name] for case in known if case.name in found]

@@ -98,10 +98,12 @@ def missed(entry: dict[str, Any]) -> list[str]:
 
 def table(result: dict[str, Any]) -> Table:
     where = result["environment"]
+    device = where.get("device", where["cpu"])
     view = Table(
-        title=f"{result['name']}: {where['cpu']}, {where['threads']} threads, torch {where['torch']}",
+        title=f"{result['name']}: {device}, {where['threads']} threads, torch {where['torch']}",
         caption="Peaks: beyond input, output, parameters and all their gradients; below, by the operating system. "
-        "Ratios: ours / stock. Errors: largest, relative to float64. Gate: whether the case must meet its limits.",
+        "Ratios: ours / stock. Errors: largest, relative to float64, or to what the JSON names. "
+        "Gate: whether the case must meet its limits.",
         box=SIMPLE,
         show_lines=True,
     )
