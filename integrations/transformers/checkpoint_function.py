@@ -48,6 +48,10 @@ class Checkpointing:
     offload: BoundaryOffload | None = None
     exclusive: bool = False
 
+    def __reduce__(self) -> tuple:
+        """Of a model that is copied, or saved whole: a plugin's is on the one model that was prepared with it."""
+        return Checkpointing, (self.replay,)
+
 
 def checkpointing_of(model: PreTrainedModel) -> Checkpointing:
     """The model's, made on first use. After a change: `wrap_checkpointing`."""

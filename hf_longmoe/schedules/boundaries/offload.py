@@ -84,6 +84,11 @@ class BoundaryOffload:
             self._budget = HostBudget(host_budget)
             self._inputs, self._kept = HostPool(engine, self._budget), HostPool(engine, self._budget)
             self._checkpoint = torch.compiler.disable(_checkpoint)
+            weakref.finalize(self, self._carrier.abandon, self._inputs, self._kept).atexit = False
+
+    def __reduce__(self) -> tuple:
+        """A copy, as of a model that is copied or saved whole, offloads nothing: its host memory would be another."""
+        return BoundaryOffload, (None,)
 
     # -- what it has done --------------------------------------------------------------------------------------------
     @property

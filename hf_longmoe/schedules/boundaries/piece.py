@@ -34,7 +34,7 @@ class Carrier:
         self.sent = {"down": 0, "up": 0}
         self.closed = self._warned = False
         self._lock = threading.Lock()
-        self._left: deque[tuple[HostPool, Slab, Sequence[Job], Sequence[Job], tuple]] = deque()
+        self._left: deque[tuple[HostPool, Slab | None, Sequence[Job], Sequence[Job], tuple]] = deque()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -52,6 +52,12 @@ class Carrier:
         self._left.append((pool, slab, jobs, [job for _, job in device], tuple(tensor for tensor, _ in device)))
         self.take_apart()
 
+    def abandon(self, *pools: HostPool) -> None:
+        """Nobody offloads through this any more: frees what is idle in `pools`, and later the rest."""
+        self.closed = True
+        self._left += [(pool, None, (), (), ()) for pool in pools]
+        self.take_apart()
+
     def take_apart(self) -> None:
         while self._left and self._lock.acquire(blocking=False):
             try:
@@ -60,7 +66,8 @@ class Carrier:
                     for job in unfinished:  # by the host: which stream will reuse the memory is not known here
                         self.engine.finish(job)
                     del tensors
-                    pool.give(slab, jobs)
+                    if slab is not None:
+                        pool.give(slab, jobs)
                     if self.closed:
                         pool.close()
             finally:

@@ -136,6 +136,7 @@ class HostPool:
         if not self._budget.take(nbytes):
             return None
         try:
+            check_host_memory(nbytes, "A slab")  # what is pinned is taken at once, and its lack kills the process
             slab = Slab(self._engine.host_empty(nbytes))
         except MemoryError:
             self._budget.give(nbytes)

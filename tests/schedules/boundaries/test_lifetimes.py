@@ -1,6 +1,8 @@
 """Graphs that do not go the usual way: nothing leaks, nothing is wrong, and nobody waits for the garbage collector."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -208,6 +210,29 @@ def test_closed_with_a_graph_that_is_dropped(kit, reentrant):
     offload.close()
     del loss
     assert engine.host_bytes == engine.waiting() == alive.now() == 0
+
+
+def test_dropped_without_being_closed(kit, reentrant):
+    """As with a model that nobody holds any more: pinned memory must be unpinned before it is freed."""
+    engine, offload, stack, alive = _made(kit, 0, reentrant, routed=True)
+    kit.train(stack, kit.ids)
+    loss = _loss(stack, kit.ids, 7)
+    del offload, stack
+    gc.collect()  # modules are in cycles of their own
+    assert engine.host_bytes > 0, "backward can still be run"
+    loss.backward()
+    del loss
+    gc.collect()
+    assert engine.host_bytes == engine.device_bytes == engine.waiting() == 0
+
+
+def test_a_copy_offloads_nothing(kit):
+    engine, offload, stack, alive = _made(kit, 0, False)
+    want = kit.train(stack, kit.ids)
+    stack.births = id
+    for copied in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
+        sent = engine.sent["down"]
+        assert kit.equal(kit.train(copied, kit.ids), want) and engine.sent["down"] == sent > 0
 
 
 def test_a_prefetch_under_way_is_waited_for_when_its_graph_dies(kit):

@@ -70,6 +70,15 @@ def test_memory_that_is_not_there_does_not_count_as_taken():
     assert budget.taken == pool.nbytes == 0 and pool.take(50) is not None
 
 
+def test_memory_that_the_machine_lacks_is_not_asked_for(monkeypatch):
+    """An engine would get it, and the process be killed as it is pinned."""
+    engine, budget, pool = _pool()
+    monkeypatch.setattr(memory_module, "host_memory_available", lambda: 50)
+    with pytest.raises(MemoryError, match="needs 51 B of host memory, but 50 B are free"):
+        pool.take(51)
+    assert budget.taken == pool.nbytes == engine.host_bytes == 0 and pool.take(50) is not None
+
+
 def test_jobs_of_the_last_use_are_handed_on_and_waited_for_before_it_is_freed():
     engine, _, pool = _pool()
     slab, source = pool.take(4), torch.arange(4, dtype=torch.uint8)
