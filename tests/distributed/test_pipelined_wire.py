@@ -118,5 +118,5 @@ def test_a_rank_that_fails_ends_the_others_with_its_message(found, name):
     for number, rank in enumerate(found):
         said = rank[name]
         broken = "ArithmeticError: the kernel has broken"
-        its = f"PeerError: Expert parallelism stopped, since another rank failed. rank 1: {broken}"
+        its = f"PeerError: hf_longmoe stopped, since another rank failed. rank 1: {broken}"
         assert said == {"forward": None, "backward": None, FAILS[name]["within"]: broken if number == 1 else its}

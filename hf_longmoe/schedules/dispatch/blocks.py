@@ -20,6 +20,7 @@ from hf_longmoe.schedules.dispatch.clone import bare_clone
 from hf_longmoe.schedules.dispatch.gradients import WeightGradients
 from hf_longmoe.schedules.dispatch.plan import Segment, Wave
 from hf_longmoe.schedules.numerics import accumulation_dtype
+from hf_longmoe.schedules.rehearsal import each
 
 __all__ = ["Block", "GatedMLP", "ModelKernel", "row_slices"]
 
@@ -34,8 +35,12 @@ def row_slices(rows: int, width: int) -> Iterator[slice]:
     An element-wise pass has up to four temporaries of a slice: half as much as its rows.
     """
     step = max(1, min(_SLICE // max(width, 1), -(-rows // 8)))
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    slices = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    yield from each(slices, kind=_length)
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
 
 
 class Block(Protocol):
@@ -257,5 +262,5 @@ class ModelKernel:
 
 
 def _parts(wave: Wave) -> Iterator[tuple[Segment, slice]]:
-    for segment in wave.segments:
+    for segment in each(wave.segments, kind=Segment.kind):
         yield segment, slice(segment.start - wave.start, segment.stop - wave.start)

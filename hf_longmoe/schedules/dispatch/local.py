@@ -14,9 +14,10 @@ import torch
 
 from hf_longmoe.schedules.dispatch.blocks import Block, row_slices
 from hf_longmoe.schedules.dispatch.gradients import WeightGradients
-from hf_longmoe.schedules.dispatch.plan import Wave, plan_waves, rows
+from hf_longmoe.schedules.dispatch.plan import Wave, plan_waves, rows, shown_waves
 from hf_longmoe.schedules.nodes import save_and_run
 from hf_longmoe.schedules.numerics import accumulation_dtype
+from hf_longmoe.schedules.rehearsal import rehearsing
 
 __all__ = ["LocalDispatch", "count_rows"]
 
@@ -70,8 +71,8 @@ class LocalDispatch:
         Raises:
             `ValueError`: the budget is below one wave of a few rows.
         """
-        call = _Call(self, block, self.rows(x, block, params), top_k_index)
-        return save_and_run(call, x, top_k_weights, *params)
+        call = _Call(self, block, self.rows(x, block, params))
+        return save_and_run(call, x, top_k_weights, top_k_index, *params)
 
     def rows(self, x: torch.Tensor, block: Block, params: Sequence[torch.Tensor]) -> int:
         """Rows of a wave at most; raises as `__call__` does."""
@@ -88,46 +89,48 @@ class LocalDispatch:
 
 
 class _Call:
-    """One call of one layer (see `schedules.nodes`); `order` and `counts` pin its routing."""
+    """
+    One call of one layer (see `schedules.nodes`); `counts` pin its routing.
 
-    def __init__(self, schedule: LocalDispatch, block: Block, limit: int, index: torch.Tensor) -> None:
+    Rows sorted by expert are made anew in backward: what is kept here lives until then.
+    """
+
+    def __init__(self, schedule: LocalDispatch, block: Block, limit: int) -> None:
         self.schedule, self.block, self.limit = schedule, block, limit
         self.output_saved_after = schedule.output_saved_after
-        self.k = index.shape[-1]
-        self.index: torch.Tensor | None = index  # [T, k], until `prepare` has made of it
-        self.order: torch.Tensor | None = None  # [T * k] int32: rows sorted by expert, ties by row
         self.counts: list[int] = []  # rows of each expert
-        self.block_order: torch.Tensor | None = None  # `order` within each block of tokens, until the end of forward
+        # Within each block of tokens, until the end of forward: [T * k] int32, rows sorted by expert, ties by row.
+        self.block_order: torch.Tensor | None = None
         self.block_counts: list[list[int]] = []
 
     def waves(self, counts: list[int], params: Sequence[torch.Tensor]) -> list[Wave]:
-        return plan_waves(counts, self.limit, self.block.max_experts(params, self.schedule.budget))
+        waves = plan_waves(counts, self.limit, self.block.max_experts(params, self.schedule.budget))
+        return waves if rehearsing() is None else shown_waves(waves)
 
-    def prepare(self, x: torch.Tensor, w: torch.Tensor, *params: torch.Tensor) -> None:
-        ids, experts, size = self.index.reshape(-1).to(torch.int32), params[0].shape[0], self.schedule.token_block(x)
-        blocks, self.index = max(1, -(-x.shape[0] // size)), None
-        self.order = torch.sort(ids, stable=True)[1].to(torch.int32)
+    def prepare(self, x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *params: torch.Tensor) -> None:
+        ids, experts, size = index.reshape(-1).to(torch.int32), params[0].shape[0], self.schedule.token_block(x)
+        blocks = max(1, -(-x.shape[0] // size))
         if blocks == 1:
-            self.block_counts, self.block_order = [self.schedule.count_rows(ids, experts)], self.order
+            self.block_counts, self.block_order = [self.schedule.count_rows(ids, experts)], _by_expert(index)
         else:  # one sort and one synchronisation for all blocks; one more bin a block takes what is no expert's
-            block = torch.arange(len(ids), device=x.device, dtype=torch.int32) // (size * self.k)
+            block = torch.arange(len(ids), device=x.device, dtype=torch.int32) // (size * index.shape[-1])
             key = block * (experts + 1) + ids.clamp(max=experts)
             flat = self.schedule.count_rows(key, blocks * (experts + 1))
             self.block_counts = [flat[b * (experts + 1) : (b + 1) * (experts + 1) - 1] for b in range(blocks)]
             self.block_order = torch.sort(key, stable=True)[1].to(torch.int32)
         self.counts = [sum(counts) for counts in zip(*self.block_counts, strict=True)]
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        total, size = accumulation_dtype(x.dtype), self.schedule.token_block(x)
+    def forward(self, x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        total, size, k = accumulation_dtype(x.dtype), self.schedule.token_block(x), index.shape[-1]
         out = torch.zeros_like(x)
         for b, counts in enumerate(self.block_counts):
-            first = b * size * self.k
+            first = b * size * k
             x_block, part = x[b * size : (b + 1) * size], out[b * size : (b + 1) * size]
-            w_block = w.reshape(-1)[first : first + size * self.k]
+            w_block = w.reshape(-1)[first : first + size * k]
             sums = part if total == x.dtype else torch.zeros_like(part, dtype=total)
             for wave in self.waves(counts, params):
                 at = self.block_order[first + wave.start : first + wave.stop] - first
-                token = at // self.k
+                token = at // k
                 y = self.block.forward(_gather(x_block, token, params), wave, params)
                 weight = w_block.index_select(0, at).to(total)
                 for s in row_slices(*y.shape):
@@ -137,17 +140,17 @@ class _Call:
         self.block_order = None
         return out
 
-    def backward(self, g: torch.Tensor, needs: Sequence[bool], x: torch.Tensor, w: torch.Tensor, *params):
-        total = accumulation_dtype(x.dtype)
-        grads = WeightGradients(params, needs[2:], self.block.stacked, self.counts)
+    def backward(self, g: torch.Tensor, needs: Sequence[bool], x: torch.Tensor, w: torch.Tensor, index, *params):
+        total, k, order = accumulation_dtype(x.dtype), index.shape[-1], _by_expert(index)
+        grads = WeightGradients(params, needs[3:], self.block.stacked, self.counts)
         # Half precision: float32 while it fits, else the model's dtype, in which stock kernels add a token's slots.
         wide = x.shape[0] <= self.schedule.token_block(x)
         grad_x = torch.zeros_like(x, dtype=total if wide else x.dtype) if needs[0] else None
         grad_w = torch.zeros(w.numel(), dtype=total, device=w.device) if needs[1] else None
         flat = w.reshape(-1)
         for wave in self.waves(self.counts, params):
-            at = self.order[wave.start : wave.stop]
-            token = at // self.k
+            at = order[wave.start : wave.stop]
+            token = at // k
             rows_x, rows_g = _gather(x, token, params), _gather(g, token, params)
             rows_x, rows_w = self.block.backward(rows_x, rows_g, flat.index_select(0, at), wave, params, grads)
             del rows_g
@@ -160,8 +163,14 @@ class _Call:
         return (
             None if grad_x is None else grad_x.to(x.dtype),
             None if grad_w is None else grad_w.view_as(w).to(w.dtype),
+            None,
             *grads.finish(params),
         )
+
+
+def _by_expert(index: torch.Tensor) -> torch.Tensor:
+    """`[T, k]` -> `[T * k]` int32: rows by expert, ties by row; an index that is no expert's comes last."""
+    return torch.sort(index.reshape(-1).to(torch.int32), stable=True)[1].to(torch.int32)
 
 
 def _gather(x: torch.Tensor, token: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:

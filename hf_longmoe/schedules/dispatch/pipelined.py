@@ -77,23 +77,19 @@ class PipelinedDispatch:
             `PeerError`: another rank failed.
         """
         trains = any(param.requires_grad for param in params)
-        call = _Call(self, block, top_k_index, trains)
-        return save_and_run(call, x, top_k_weights, *params)
+        return save_and_run(_Call(self, block, trains), x, top_k_weights, top_k_index, *params)
 
 
 class _Call:
-    """One call of one layer (see `schedules.nodes`); `routing` pins where its rows go."""
+    """One call of one layer (see `schedules.nodes`); `routing` pins where its rows go, in integers."""
 
-    def __init__(self, schedule: PipelinedDispatch, block: Block, index: torch.Tensor, trains: bool) -> None:
+    def __init__(self, schedule: PipelinedDispatch, block: Block, trains: bool) -> None:
         self.schedule, self.block, self.trains = schedule, block, trains
         self.wire, self.sizes = schedule.wire, schedule.sizes
         self.output_saved_after = schedule.output_saved_after
-        self.index: torch.Tensor | None = index  # [T, k], until `prepare` has made of it
         self.routing: Routing
 
-    def prepare(self, x: torch.Tensor, w: torch.Tensor, *params: torch.Tensor) -> None:
-        index, self.index = self.index, None
-
+    def prepare(self, x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *params: torch.Tensor) -> None:
         def choose() -> Routing:
             found = route(self.wire, self.sizes, index, x, params, self.trains)
             if self.schedule.on_routing is not None:
@@ -104,23 +100,26 @@ class _Call:
         self.routing = recall(choose)
 
     # -- forward -----------------------------------------------------------------------------------------------------
-    def forward(self, x: torch.Tensor, w: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         total = accumulation_dtype(x.dtype)
         with self.wire.together():
+            orders = self.routing.orders(index)
             out = torch.zeros_like(x)
-            for routed in self.routing.blocks:
+            for routed, order in zip(self.routing.blocks, orders, strict=True):
                 part = out[routed.tokens]
                 sums = part if total == x.dtype else torch.zeros_like(part, dtype=total)
-                self._forward(routed, sums, x[routed.tokens], w[routed.tokens].reshape(-1).to(total), params)
+                given = x[routed.tokens], w[routed.tokens].reshape(-1).to(total), order
+                self._forward(routed, given, params, sums)
                 if sums is not part:
                     part.copy_(sums)
         return out
 
-    def _forward(self, routed: Routed, out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, params: Any) -> None:
+    def _forward(self, routed: Routed, given: Any, params: Any, out: torch.Tensor) -> None:
+        x, w, order = given
         lending = Lending(self.wire, routed.plan, params)
 
         def issue(wave: int) -> tuple:
-            rows = routed.rows(self.wire.rank, wave)
+            rows = routed.rows(order, self.wire.rank, wave)
             token = rows // routed.k
             fetched = lending.fetch(wave, params)
             send = params[0].new_empty(len(rows), x.shape[1])
@@ -152,40 +151,48 @@ class _Call:
 
     # -- backward ----------------------------------------------------------------------------------------------------
     def backward(
-        self, g: torch.Tensor, needs: Sequence[bool], x: torch.Tensor, w: torch.Tensor, *params: torch.Tensor
+        self,
+        g: torch.Tensor,
+        needs: Sequence[bool],
+        x: torch.Tensor,
+        w: torch.Tensor,
+        index: torch.Tensor,
+        *params: torch.Tensor,
     ):
         total = accumulation_dtype(x.dtype)
         # Half precision: float32 while it fits, else the model's dtype, in which stock kernels add a token's slots.
         wide = self.sizes.token_block is None or x.shape[0] <= self.sizes.token_block
         routed = self.routing.whole
         with self.wire.together():
+            order = self.routing.order(index)
             grad_x = torch.zeros_like(x, dtype=total if wide else x.dtype) if needs[0] else None
             grad_w = torch.zeros(w.numel(), dtype=total, device=w.device)
             grads = WeightGradients(
                 params,
-                needs[2:],
+                needs[3:],
                 self.block.stacked,
                 [routed.totals[expert] for expert in routed.home],
                 max_open=self.sizes.max_open,
             )
             carried = w.reshape(-1).to(torch.promote_types(total, params[0].dtype))  # at least as wide as a column
-            self._backward(routed, (x, g, carried), params, (grad_x, grad_w, grads), needs[2:])
+            self._backward(routed, (x, g, carried, order), params, (grad_x, grad_w, grads), needs[3:])
             return (
                 None if grad_x is None else grad_x.to(x.dtype),
                 grad_w.view_as(w).to(w.dtype) if needs[1] else None,
+                None,
                 *grads.finish(params),
             )
 
     def _backward(self, routed: Routed, given: Any, params: Any, into: Any, wanted: Sequence[bool]) -> None:
-        x, g, w = given
+        x, g, w, order = given
         grad_x, grad_w, grads = into
         plan, rank, hidden, dtype = routed.plan, self.wire.rank, x.shape[1], params[0].dtype
         bits = w.itemsize // dtype.itemsize  # columns that carry a routing weight, or its gradient, bit for bit
         lending = Lending(self.wire, plan, params)
-        order = _Contributions(self._contributions(routed))
+        contributions = _Contributions(self._contributions(routed))
 
         def issue(wave: int) -> tuple:
-            rows = routed.rows(rank, wave)
+            rows = routed.rows(order, rank, wave)
             token = rows // routed.k
             fetched = lending.fetch(wave, params)
             send = params[0].new_empty(len(rows), 2 * hidden + bits)
@@ -207,7 +214,7 @@ class _Call:
                 weight = gather_rows(buffer[:, 2 * hidden :], tile.parts).view(w.dtype)[:, 0]
                 rows_x = gather_rows(buffer[:, :hidden], tile.parts)
                 rows_g = gather_rows(buffer[:, hidden : 2 * hidden], tile.parts)
-                segments = _segments(tile, base, order.next)
+                segments = _segments(tile, base, contributions.next)
                 rows_x, rows_w = self.block.backward(rows_x, rows_g, weight, segments, experts, sums)
                 del rows_g
                 write_rows(back[:, :hidden], tile.parts, rows_x)
@@ -226,7 +233,7 @@ class _Call:
             weights = values[:, hidden:].contiguous().view(w.dtype)[:, 0]
             grad_w.index_copy_(0, rows.long(), weights.to(grad_w.dtype))
             for expert, found in lending.come_home(coming) if coming is not None else ():
-                segment = Segment(expert - routed.home.start, 0, 0, *order.next(expert))
+                segment = Segment(expert - routed.home.start, 0, 0, *contributions.next(expert))
                 for i, value in enumerate(found):
                     grads.add(i, segment, value)
 

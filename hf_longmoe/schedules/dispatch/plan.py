@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["MIN_ROWS", "Segment", "Wave", "plan_waves", "rows"]
+from hf_longmoe.schedules.rehearsal import each
+
+__all__ = ["MIN_ROWS", "Segment", "Wave", "plan_waves", "rows", "shown_waves"]
 
 MIN_ROWS = 4  # "a few rows": fewer make a wave of overhead
 
@@ -19,6 +21,10 @@ class Segment:
     stop: int
     first: bool
     last: bool
+
+    def kind(self) -> tuple[int, bool, bool]:
+        """What the memory of its computation depends on."""
+        return self.stop - self.start, self.first, self.last
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,10 @@ class Wave:
     @property
     def stop(self) -> int:
         return self.segments[-1].stop
+
+    def kind(self) -> tuple[tuple[int, bool, bool], ...]:
+        """As `Segment.kind`."""
+        return tuple(segment.kind() for segment in self.segments)
 
     @property
     def experts(self) -> range:
@@ -95,3 +105,14 @@ def plan_waves(counts: Sequence[int], limit: int, max_experts: int | None = None
     if open_:
         waves.append(Wave(tuple(open_)))
     return waves
+
+
+def shown_waves(waves: Sequence[Wave]) -> list[Wave]:
+    """Those that a rehearsal runs. An expert that spans several has its first and its last among them, or none."""
+    spans: list[list[Wave]] = [[]]
+    for wave in waves:
+        spans[-1].append(wave)
+        if wave.segments[-1].last:
+            spans.append([])
+    shown = each(spans, kind=lambda span: tuple(map(Wave.kind, span)))
+    return [wave for span in shown for wave in each(span, kind=Wave.kind)]

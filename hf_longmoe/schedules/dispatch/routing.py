@@ -1,4 +1,9 @@
-"""What a rank knows of one call's routing: the plan all ranks share, and where its own rows stand in it."""
+"""
+What a rank knows of one call's routing: the plan all ranks share, and where its own rows stand in it.
+
+Integers only, since it lives from forward to backward. The rank's rows themselves, sorted by expert, are made anew
+from its experts' ids in each pass (`Routing.orders`, `Routing.order`).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +28,7 @@ class Routed:
     Arguments:
         plan: the same on every rank.
         tokens: which of the rank's tokens.
-        order: `[rows]` int32, the block's (token, slot) pairs by expert, ties by pair; those of no expert come last.
-        first: where each expert's rows begin in `order`.
+        first: where each expert's rows begin in the block's order.
         totals: rows of each expert, over all ranks.
         home: the rank's own experts.
         k: slots of a token.
@@ -32,16 +36,15 @@ class Routed:
 
     plan: ExchangePlan
     tokens: slice
-    order: torch.Tensor
     first: Sequence[int]
     totals: Sequence[int]
     home: range
     k: int
 
-    def rows(self, rank: int, wave: int) -> torch.Tensor:
+    def rows(self, order: torch.Tensor, rank: int, wave: int) -> torch.Tensor:
         """The rank's rows of a wave, in the order in which it sends them: indices of (token, slot) pairs."""
-        parts = [self.order[self.first[e] + a : self.first[e] + b] for e, a, b in self.plan.sends(rank, wave)]
-        return torch.cat(parts) if parts else self.order[:0]
+        parts = [order[self.first[e] + a : self.first[e] + b] for e, a, b in self.plan.sends(rank, wave)]
+        return torch.cat(parts) if parts else order[:0]
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,31 @@ class Routing:
     Arguments:
         blocks: of tokens, one after the other: those of forward.
         whole: of all tokens: that of backward. The same as the block where there is one.
+        size: tokens of a block.
     """
 
     blocks: Sequence[Routed]
     whole: Routed
+    size: int
+
+    def orders(self, index: torch.Tensor) -> list[torch.Tensor]:
+        """
+        `[rows]` int32 for each block: its (token, slot) pairs by expert, ties by pair; those of no expert come last.
+
+        Arguments:
+            index: `[T, k]`, global expert ids.
+        """
+        if len(self.blocks) == 1:
+            return [self.order(index)]
+        k, experts = index.shape[-1], len(self.whole.totals)
+        order = torch.sort(_block_key(_ids(index, experts), self.size * k, experts), stable=True)[1].to(torch.int32)
+        starts = (block.tokens.start * k for block in self.blocks)
+        stops = (block.tokens.stop * k for block in self.blocks)
+        return [order[start:stop] - start for start, stop in zip(starts, stops, strict=True)]
+
+    def order(self, index: torch.Tensor) -> torch.Tensor:
+        """The same of all tokens at once."""
+        return torch.sort(_ids(index, len(self.whole.totals)), stable=True)[1].to(torch.int32)
 
 
 def route(
@@ -81,8 +105,7 @@ def route(
     size = sizes.token_block or max(x.shape[0], 1)
     terms = _terms(sizes, x, params, trains, experts, k)
     with wire.together():
-        ids = index.reshape(-1).to(torch.int32)
-        ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
+        ids = _ids(index, experts)
         header = torch.tensor([*terms.values(), -(-x.shape[0] // size)], dtype=torch.int64)
         header = header.to(x.device, non_blocking=True)  # or the host would wait here too
         found = wire.gather(torch.cat([header, _count(ids, experts + 1)[:experts]]))
@@ -105,28 +128,34 @@ def _plan(
     experts = len(counts[0])
     local = experts // wire.size
 
-    def routed(counts: Sequence[Sequence[int]], order: torch.Tensor, tokens: slice) -> Routed:
+    def routed(counts: Sequence[Sequence[int]], tokens: slice) -> Routed:
         mine, first = counts[wire.rank], [0]
         for count in mine:
             first.append(first[-1] + count)
         totals = [sum(column) for column in zip(*counts, strict=True)]
         home = range(wire.rank * local, (wire.rank + 1) * local)
-        return Routed(plan_exchange(counts, sizes.caps), tokens, order, first, totals, home, k)
+        return Routed(plan_exchange(counts, sizes.caps), tokens, first, totals, home, k)
 
-    order = torch.sort(ids, stable=True)[1].to(torch.int32)
-    whole = routed(counts, order, slice(0, count))
+    whole = routed(counts, slice(0, count))
     if blocks == 1:
-        return Routing([whole], whole)
-    key = torch.arange(len(ids), device=ids.device, dtype=torch.int32) // (size * k) * (experts + 1) + ids
-    order = torch.sort(key, stable=True)[1].to(torch.int32)
-    by_block = wire.gather(_count(key, blocks * (experts + 1)))
+        return Routing([whole], whole, size)
+    by_block = wire.gather(_count(_block_key(ids, size * k, experts), blocks * (experts + 1)))
     parts = []
     for b in range(blocks):
         counts = [row[b * (experts + 1) : (b + 1) * (experts + 1) - 1] for row in by_block]
-        tokens = slice(min(b * size, count), min((b + 1) * size, count))
-        pairs = slice(tokens.start * k, tokens.stop * k)
-        parts.append(routed(counts, order[pairs] - tokens.start * k, tokens))
-    return Routing(parts, whole)
+        parts.append(routed(counts, slice(min(b * size, count), min((b + 1) * size, count))))
+    return Routing(parts, whole, size)
+
+
+def _ids(index: torch.Tensor, experts: int) -> torch.Tensor:
+    """`[T, k]` -> `[T * k]` int32; an id that is no expert's becomes `experts`."""
+    ids = index.reshape(-1).to(torch.int32)
+    return torch.where((ids < 0) | (ids >= experts), experts, ids)
+
+
+def _block_key(ids: torch.Tensor, rows: int, experts: int) -> torch.Tensor:
+    """What sorts rows by block, and by expert within one; one more key a block takes what is no expert's."""
+    return torch.arange(len(ids), device=ids.device, dtype=torch.int32) // rows * (experts + 1) + ids
 
 
 def _count(ids: torch.Tensor, bins: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from hf_longmoe.schedules.dispatch.clone import bare_clone
 from hf_longmoe.schedules.dispatch.plan import rows
 from hf_longmoe.schedules.nodes import save_and_run
 from hf_longmoe.schedules.numerics import accumulation_dtype
+from hf_longmoe.schedules.rehearsal import each
 
 __all__ = ["TokenTiles"]
 
@@ -70,13 +71,16 @@ class _Call:
         ):
             return torch.func.functional_call(clone, dict(zip(self.names, params, strict=True)), (x,))
 
+    def tiles(self, tokens: int) -> Iterable[slice]:
+        tiles = [slice(start, min(start + self.size, tokens)) for start in range(0, tokens, self.size)]
+        return each(tiles, kind=lambda tile: tile.stop - tile.start)
+
     def prepare(self, x: torch.Tensor, *params: torch.Tensor) -> None:
         pass
 
     def forward(self, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        for start in range(0, x.shape[0], self.size):
-            tile = slice(start, start + self.size)
+        for tile in self.tiles(x.shape[0]):
             out[tile] = self._run(x[tile], params)
         return out
 
@@ -86,8 +90,7 @@ class _Call:
             torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) if n else None
             for p, n in zip(params, needs[1:], strict=True)
         ]
-        for start in range(0, x.shape[0], self.size):
-            tile = slice(start, start + self.size)
+        for tile in self.tiles(x.shape[0]):
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_(n) for t, n in zip((x[tile], *params), needs, strict=True)]
                 y = self._run(leaves[0], leaves[1:])
