@@ -86,13 +86,13 @@ def _all(quick: bool) -> list[tuple[DeviceSizes, dict[str, float | str]]]:
     if quick:
         experts = replace(experts, tokens=64, hidden=64, width=32, experts=16, budget="256KiB")
         head = replace(head, tokens=64, hidden=64, vocab=1000, budget="128KiB")
-        layers = replace(layers, tokens=64, hidden=64, width=32, layers=16, heads=4)
+        layers = replace(layers, tokens=64, hidden=64, width=32, layers=6, heads=4)
         stream = replace(stream, tokens=12 * 2**13, bucket="64KiB")
     wider = replace(experts, budget="1MiB" if quick else "1GiB")
     heads = [replace(head, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
     if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
         heads += [replace(one, torch_op=True) for one in heads]
-    exact = {"differing_elements": "baseline_differing_elements", "error": "baseline_error", "host_ratio": 1.02}
+    exact = {"differing_elements": "baseline_differing_elements", "host_ratio": 1.02}
     apart = {"boundaries_peak_bytes": "boundaries_bound_bytes"}
     staged = {"requested_bytes": "staging_bound_bytes", "masters_difference": 1e-6}
     return [
