@@ -111,6 +111,6 @@ class AcceleratorEngine(Engine):
 
 def _host_memory(nbytes: int) -> torch.Tensor:
     try:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:  # the CPU allocator's way of saying so
         raise MemoryError(f"{nbytes} bytes of host memory are not there: {error}") from error

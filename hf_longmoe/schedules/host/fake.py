@@ -41,7 +41,7 @@ class _Memory:
         if storage is None:
             raise AssertionError(f"{self.whose} was freed before its copy had ended")
         dtype, *geometry = self.like
-        return torch.empty(0, dtype=dtype).set_(storage, *geometry)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, *geometry)
 
 
 class FakeEngine(Engine):
@@ -124,7 +124,7 @@ class FakeEngine(Engine):
         return job.done
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        memory = torch.empty(numel, dtype=dtype)
+        memory = torch.empty(numel, dtype=dtype, device="cpu")
         nbytes = memory.numel() * memory.element_size()
         self.device_bytes += nbytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
@@ -138,7 +138,11 @@ class FakeEngine(Engine):
         if self.host_limit is not None and self.host_bytes + nbytes > self.host_limit:
             raise MemoryError(f"{nbytes} bytes of host memory are not there")
         # Of the interpreter's: no probe of tensors takes it for the device's.
-        memory = torch.frombuffer(bytearray(b"\1") * nbytes, dtype=torch.uint8) if nbytes else torch.empty(0).byte()
+        memory = (
+            torch.frombuffer(bytearray(b"\1") * nbytes, dtype=torch.uint8)
+            if nbytes
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         self._host[id(memory)] = memory
         self.host_bytes += nbytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)

@@ -111,7 +111,7 @@ class Entry:
     fresh: bool = True
     trusted: bool = False
     seen: tuple[int, int] | None = None
-    step: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32))
+    step: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
     grad: torch.Tensor | None = None
     grad_dtype: torch.dtype = torch.float32
     value: torch.Tensor | None = None
@@ -139,7 +139,7 @@ class Entry:
         """As before the first gradient."""
         for memory in self.arena.flats.values():
             memory[self.offset : self.offset + self.numel].zero_()
-        self.step = torch.zeros((), dtype=torch.float32)
+        self.step = torch.zeros((), dtype=torch.float32, device="cpu")
         self.fresh, self.trusted, self.seen = True, False, None
 
     def adopt(self, values: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Entry:
         Copies a loaded state into the range, as float32. Without a master, that comes from the parameter. The values
         may be the range's own views.
         """
-        self.step = torch.tensor(float(values["step"]), dtype=torch.float32)
+        self.step = torch.tensor(float(values["step"]), dtype=torch.float32, device="cpu")
         for kind in self.arena.kinds:
             if kind in values:
                 local(self._view(self.arena.flats[kind])).copy_(local(values[kind]))

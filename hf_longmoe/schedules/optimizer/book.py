@@ -181,7 +181,10 @@ class Book:
                 self.entries[param].adopt(values)
                 state[param] = self.entries[param].state()
             elif isinstance(param, torch.Tensor):  # it has no place yet
-                state[param] = {**values, "step": torch.tensor(float(values["step"]), dtype=torch.float32)}
+                state[param] = {
+                    **values,
+                    "step": torch.tensor(float(values["step"]), dtype=torch.float32, device="cpu"),
+                }
             else:
                 state[param] = values
 

@@ -199,7 +199,7 @@ class HostLane:
         arena, pieces = block.arena, block.pieces
         moments = (in_arena(arena.flats[kind], pieces) for kind in arena.kinds[:2])
         masters = in_arena(arena.flats["master"], pieces) if arena.half else in_bucket(weights, pieces)
-        scalar = torch.empty((), dtype=torch.float32)
+        scalar = torch.empty((), dtype=torch.float32, device="cpu")
         if arena.half:
             fresh = [number for number, piece in enumerate(pieces) if piece.entry.fresh]
             copies([masters[n] for n in fresh], in_bucket(weights, [pieces[n] for n in fresh]))()

@@ -44,7 +44,7 @@ class Staging:
     def __init__(self, slabs: Slabs) -> None:
         self._slabs = slabs
         self._rooms: dict[tuple[int, str], torch.Tensor] = {}
-        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def room(self, number: int, what: str, elements: int) -> torch.Tensor:
         """float32, `elements` long. Its contents and those of a shorter one before it are lost."""
@@ -58,5 +58,5 @@ class Staging:
     def scratch(self, elements: int) -> torch.Tensor:
         """float32, for gradients that are cast; of the host alone."""
         if self._scratch.numel() < elements:
-            self._scratch = torch.empty(elements, dtype=torch.float32)
+            self._scratch = torch.empty(elements, dtype=torch.float32, device="cpu")
         return self._scratch
