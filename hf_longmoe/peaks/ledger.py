@@ -88,6 +88,12 @@ class Ledger:
             self._bury()
             return _replay(self._resident, self._log)
 
+    def moments(self) -> dict[tuple[str, str], dict[str, int]]:
+        """By (phase, component at work): the bytes of each component at the moment of the highest total there."""
+        with self._lock:
+            self._bury()
+            return _moments(self._resident, self._log)
+
     def _enter(self, storage: torch.UntypedStorage, nbytes: int, component: str) -> _Entry | None:
         key = storage._cdata
         if key in self._entries:
@@ -163,3 +169,21 @@ def _replay(resident: Iterable[tuple[_Entry, int]], log: Iterable[tuple[Context 
         for name in COMPONENTS
     }
     return PeakReport(total=peak, components=components, phases=phase_totals, probe="storage")
+
+
+def _moments(
+    resident: Iterable[tuple[_Entry, int]], log: Iterable[tuple[Context | None, _Entry, int]]
+) -> dict[tuple[str, str], dict[str, int]]:
+    live = dict.fromkeys(COMPONENTS, 0)
+    for entry, nbytes in resident:
+        live[entry.component] += nbytes
+    total = sum(live.values())
+    tops, moments = {}, {("resident", "other"): dict(live)}
+    for context, entry, delta in log:
+        live[entry.component] += delta
+        total += delta
+        if delta > 0:
+            key = context[1], context[0].component
+            if total > tops.get(key, -1):
+                tops[key], moments[key] = total, dict(live)
+    return moments

@@ -89,6 +89,13 @@ class StorageProbe(Probe, TorchDispatchMode):
         """The peaks since the probe opened or restarted."""
         return self._ledger.report()
 
+    def moments(self) -> dict[tuple[str, str], dict[str, int]]:
+        """
+        By (phase, component at work): the bytes of each component at the moment of the highest total there. The
+        highest of these totals is the report's.
+        """
+        return self._ledger.moments()
+
     # -- whose -------------------------------------------------------------------------------------------------------
     def moved(self, region: Region | None) -> None:
         self._mark(region or self._recorder() or _NOWHERE)

@@ -17,7 +17,7 @@ from hf_longmoe.schedules.dispatch.gradients import WeightGradients
 from hf_longmoe.schedules.dispatch.plan import Wave, plan_waves, rows, shown_waves
 from hf_longmoe.schedules.nodes import save_and_run
 from hf_longmoe.schedules.numerics import accumulation_dtype
-from hf_longmoe.schedules.rehearsal import rehearsing
+from hf_longmoe.schedules.rehearsal import each, rehearsing
 
 __all__ = ["LocalDispatch", "count_rows"]
 
@@ -123,7 +123,7 @@ class _Call:
     def forward(self, x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
         total, size, k = accumulation_dtype(x.dtype), self.schedule.token_block(x), index.shape[-1]
         out = torch.zeros_like(x)
-        for b, counts in enumerate(self.block_counts):
+        for b, counts in each(enumerate(self.block_counts), kind=lambda block: tuple(block[1])):
             first = b * size * k
             x_block, part = x[b * size : (b + 1) * size], out[b * size : (b + 1) * size]
             w_block = w.reshape(-1)[first : first + size * k]

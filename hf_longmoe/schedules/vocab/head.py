@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_longmoe.schedules.numerics import accumulation_dtype, autocast_dtype
+from hf_longmoe.schedules.rehearsal import each
 from hf_longmoe.schedules.vocab.labels import ValidTokens
 from hf_longmoe.schedules.vocab.logits import LogitTransform
 from hf_longmoe.schedules.vocab.products import choose_products
@@ -117,8 +118,8 @@ class Head:
 
     def tiles(self):
         """Yields `(where, logits, kept, hidden, labels)` of each tile; consume one before asking for the next."""
-        for start in range(0, self.valid.count, self.rows):
-            stop = min(start + self.rows, self.valid.count)
+        edges = [(start, min(start + self.rows, self.valid.count)) for start in range(0, self.valid.count, self.rows)]
+        for start, stop in each(edges, kind=lambda edge: edge[1] - edge[0]):
             where = self.valid.where(start, stop)
             hidden = self.products.hidden(self.hidden[where].to(self.dtype))
             logits = self.buffer[: stop - start]

@@ -18,6 +18,7 @@ import math
 import torch
 
 from hf_longmoe.schedules.numerics import accumulation_dtype
+from hf_longmoe.schedules.rehearsal import each
 
 __all__ = ["HalfOnCuda", "HalfUpcast", "SameDtype", "choose_products"]
 
@@ -68,7 +69,8 @@ class HalfUpcast(SameDtype):
 
     def _strips(self, weight: torch.Tensor):
         step = self.strip.shape[0]
-        for start in range(0, weight.shape[0], step):
+        steps = each(range(0, weight.shape[0], step), kind=lambda start: min(step, weight.shape[0] - start))
+        for start in steps:
             rows = weight[start : start + step]
             yield slice(start, start + step), self.strip[: rows.shape[0]].copy_(rows)
 

@@ -1,0 +1,98 @@
+"""From two small depths to the real one. Integers only.
+
+A step's bytes at a given moment (the backward of the last layer, say) are affine in the number of layers: each period
+of layers adds the same parameters, gradients and boundaries. So each component's peak is extrapolated from two depths.
+The total is not affine, since at another depth it may peak at another moment: so the bytes of every candidate moment
+are extrapolated, component by component, and the largest sum is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from hf_longmoe.peaks.region import COMPONENTS
+from hf_longmoe.peaks.report import ComponentPeak, PeakReport
+
+__all__ = ["Moments", "extrapolate", "periods"]
+
+# (phase, component at work) -> the bytes of each component at the moment of its highest total.
+Moments = Mapping[tuple[str, str], Mapping[str, int]]
+
+
+def periods(kinds: Sequence[Hashable]) -> tuple[int, int]:
+    """
+    How layers repeat: `(prefix, period)`, the shortest that describe them (`prefix + period` least).
+
+    After `prefix` layers, each layer is of the kind of the one `period` before it. The last period may be incomplete.
+
+    ```py
+    >>> periods(["dense", "dense", "sparse", "sparse", "sparse"])
+    (2, 1)
+    >>> periods(["sliding", "full"] * 3)
+    (0, 2)
+
+    ```
+    """
+    count = len(kinds)
+    for size in range(1, count + 1):
+        for period in range(1, size + 1):
+            prefix = size - period
+            if all(kinds[i] == kinds[i - period] for i in range(prefix + period, count)):
+                return prefix, period
+    return 0, max(count, 1)
+
+
+def depths(kinds: Sequence[Hashable]) -> tuple[int, ...]:
+    """
+    The two smallest depths with the layers' pattern, a period apart and a whole number of periods from the real one;
+    the real depth alone where that is no larger.
+    """
+    prefix, period = periods(kinds)
+    rest = (len(kinds) - prefix) % period
+    first = prefix + period + rest
+    return (first, first + period) if first + period < len(kinds) else (len(kinds),)
+
+
+def extrapolate(
+    depths: tuple[int, int], reports: tuple[PeakReport, PeakReport], moments: tuple[Moments, Moments], depth: int
+) -> PeakReport:
+    """
+    The report of a step at `depth`.
+
+    Peaks by component and phase, and `working`, are affine in the depth. The total, and `at_peak`, are the largest of
+    all moments, each affine.
+
+    Arguments:
+        depths: of `reports` and of `moments`, ascending.
+        depth: the real one, a whole number of `depths[1] - depths[0]` away.
+
+    Raises:
+        `ValueError`: it is not.
+    """
+    step, far = depths[1] - depths[0], depth - depths[0]
+    if step < 1 or far < 0 or far % step:
+        raise ValueError(f"depth={depth} is no whole number of periods of {step} layers from {depths[0]}.")
+    times = far // step
+
+    def line(a: int, b: int) -> int:
+        return max(0, a + (b - a) * times)
+
+    def lines(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+        return {key: line(a.get(key, 0), b[key]) for key in b}
+
+    small, large = reports
+    ends = {key: lines(moments[0].get(key, moments[1][key]), moments[1][key]) for key in moments[1]}
+    at_peak = max(ends.values(), key=lambda levels: sum(levels.values()))
+    phases: dict[str, int] = {}
+    for (phase, _), levels in ends.items():
+        phases[phase] = max(phases.get(phase, 0), sum(levels.values()))
+    components = {}
+    for name in COMPONENTS:
+        a, b = small.components[name], large.components[name]
+        components[name] = ComponentPeak(
+            peak=max(line(a.peak, b.peak), at_peak[name]),
+            at_peak=at_peak[name],
+            working=line(a.working, b.working),
+            phases=lines(a.phases, b.phases),
+        )
+    return PeakReport(total=sum(at_peak.values()), components=components, phases=phases, probe=large.probe)

@@ -1,0 +1,200 @@
+"""The fake step: a training step without data, under the probe. What the planner's closed forms are held to.
+
+It is a step on one rank, on the host's kernels. What is not in it: the collectives' buffers (FSDP2's gathered layers,
+expert parallelism's exchange), scratch inside a kernel, offloading (`boundaries` and `optimizer` of a config).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from hf_longmoe.config import LongMoEConfig
+from hf_longmoe.integrations.transformers.experts import is_experts
+from hf_longmoe.integrations.transformers.fake_attention import plan_attention
+from hf_longmoe.integrations.transformers.patch import patch_model
+from hf_longmoe.integrations.transformers.planning_shape import at_depth, build, depths_of
+from hf_longmoe.integrations.transformers.regions import watch
+from hf_longmoe.peaks import PeakReport, StorageProbe
+from hf_longmoe.planner.depth import Moments, extrapolate
+from hf_longmoe.planner.shape import Layout
+from hf_longmoe.schedules.dispatch import LocalDispatch
+from hf_longmoe.schedules.rehearsal import Rehearsal, rehearsal
+
+__all__ = ["ATTENTION", "fake_step", "two_depths"]
+
+ATTENTION = "longmoe_plan"
+_FEW = 16  # tokens a sequence of the first step, whose only use is the optimizer's state
+AttentionInterface.register(ATTENTION, plan_attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def fake_step(
+    config: PreTrainedConfig, layout: Layout, *, depth: int | None = None, patched: LongMoEConfig | None = None
+) -> PeakReport:
+    """
+    The peaks of one rank's training step (forward, backward, AdamW's update), the second of two.
+
+    One rank stands for all: it has `layout.tokens` tokens and E / ep_size experts of each layer, which take T·k rows,
+    as many as balanced routing sends them from all ranks. Router, and all that is not experts, are whole. Under
+    `cp_size` its tokens attend with all heads, which is as many bytes as all tokens with their share of the heads.
+    Parameters, gradients and optimizer state are not divided by `fsdp_size`.
+
+    Arguments:
+        config: of a causal LM; see `shape_of`.
+        layout: see `Layout`; `dtype` must be `"bfloat16"`, in which alone `grouped_mm` runs without data.
+        depth: layers; all of the config's if not given.
+        patched: the caps to patch with (`dispatch` and `vocab`); the stock model if not given.
+
+    Raises:
+        `ValueError`: the config builds no causal LM, its experts cannot run without data, the layout does not fit it,
+            or a cap is too small for it.
+    """
+    return _run(config, layout, depth, patched)[0]
+
+
+def two_depths(
+    config: PreTrainedConfig, layout: Layout, *, patched: LongMoEConfig | None = None
+) -> tuple[tuple[int, ...], PeakReport]:
+    """
+    The peaks at the config's real depth, from fake steps at two small ones with the same pattern of layers.
+
+    Returns:
+        The depths that were run, and the report (see `planner.depth.extrapolate`).
+    """
+    ran = depths_of(config)
+    results = [_run(config, layout, depth, patched) for depth in ran]
+    if len(ran) == 1:
+        return ran, results[0][0]
+    reports, moments = zip(*results, strict=True)
+    return ran, extrapolate(ran, reports, moments, config.get_text_config().num_hidden_layers)
+
+
+def _run(
+    config: PreTrainedConfig, layout: Layout, depth: int | None, patched: LongMoEConfig | None
+) -> tuple[PeakReport, Moments]:
+    if layout.dtype != "bfloat16":
+        raise ValueError(f'dtype={layout.dtype!r}: a fake step runs in "bfloat16" only (grouped_mm, without data).')
+    config = config if depth is None else at_depth(config, depth)
+    try:
+        with FakeTensorMode(), _no_autocast():
+            return run_step(config, layout, patched)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"config of model type {config.model_type!r}: this model cannot run without data ({error}); a fake step"
+            " needs experts that go through Transformers' experts interface."
+        ) from error
+
+
+def run_step(
+    config: PreTrainedConfig,
+    layout: Layout,
+    patched: LongMoEConfig | None,
+    *,
+    attention: str = ATTENTION,
+    given: Rehearsal | None = None,
+) -> tuple[PeakReport, Moments]:
+    """
+    The step itself, on fake tensors or, outside of `FakeTensorMode`, on real ones.
+
+    Arguments:
+        given: what is rehearsed; skips repetitions if not given. Real tensors are run with a `Rehearsal` only in
+            tests.
+    """
+    options: dict[str, Any] = dict(attn_implementation=attention, experts_implementation="grouped_mm")
+    with no_init_weights():
+        model = build(config, getattr(torch, layout.dtype), **options)
+    model.config.use_cache = False
+    _share_experts(model, layout.ep_size)
+    if patched is not None:
+        patch_model(model, patched)
+        _balance(model)
+    if layout.checkpointing != "off":
+        kind = {"use_reentrant": layout.checkpointing == "reentrant"}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kind)
+    optimizer = _optimizer(model, layout)
+    given = Rehearsal(ignored_labels=layout.micro_batch) if given is None else given
+    ids = torch.zeros(layout.micro_batch, layout.local_seq_len, dtype=torch.int64)
+    probe = StorageProbe()
+    with rehearsal(given), watch(model, optimizer):
+        _step(model, optimizer, ids[:, :_FEW])
+        with probe:
+            _step(model, optimizer, ids)
+    return probe.report(), probe.moments()
+
+
+def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _no_autocast() -> contextlib.AbstractContextManager:
+    return torch.autocast("cpu", enabled=False)
+
+
+def _share_experts(model: PreTrainedModel, ranks: int) -> None:
+    """Leaves each experts module one rank's experts. Its indices still mean all: no value is ever read."""
+    for name, module in model.named_modules():
+        if ranks == 1 or not is_experts(module):
+            continue
+        count = module.num_experts
+        if count % ranks:
+            raise ValueError(f"ep_size={ranks} does not divide the {count} experts of {name}.")
+        for owner in module.modules():
+            for key, p in list(owner.named_parameters(recurse=False)):
+                if p.shape[0] == count:
+                    setattr(owner, key, nn.Parameter(torch.empty_like(p[: count // ranks]), p.requires_grad))
+        module.num_experts = count // ranks
+
+
+def _balance(model: PreTrainedModel) -> None:
+    """Each expert is given as many rows, in every block of tokens, without a look at the data."""
+    top_k: dict[nn.Module, int] = {}
+    for module in model.modules():
+        schedule = vars(module).get("longmoe_schedule")
+        if isinstance(schedule, LocalDispatch):
+            module.longmoe_schedule = dataclasses.replace(schedule, count_rows=_balanced(schedule, module, top_k))
+            module.register_forward_pre_hook(lambda m, args: top_k.update({m: args[1].shape[-1]}))
+
+
+def _balanced(
+    schedule: LocalDispatch, experts: nn.Module, top_k: dict[nn.Module, int]
+) -> Callable[[torch.Tensor, int], list[int]]:
+    down = experts.down_proj
+    hidden = down.shape[2 if experts.is_transposed else 1]
+
+    def count_rows(keys: torch.Tensor, bins: int) -> list[int]:
+        count, total = experts.num_experts, keys.numel()
+        if bins == count:
+            return spread(total, count)
+        tokens = total // top_k[experts]
+        size = schedule.token_block(torch.empty(tokens, hidden, dtype=down.dtype, device="meta"))
+        counts: list[int] = []
+        for start in range(0, tokens, size):  # one more bin a block, for what is no expert's
+            counts += [*spread(min(size, tokens - start) * top_k[experts], count), 0]
+        return counts
+
+    return count_rows
+
+
+def spread(total: int, bins: int) -> list[int]:
+    """`total` over `bins`, as evenly as can be: the first have one more."""
+    return [total // bins + (b < total % bins) for b in range(bins)]
+
+
+def _optimizer(model: PreTrainedModel, layout: Layout) -> torch.optim.Optimizer:
+    how = {"fused": dict(fused=True), "foreach": dict(foreach=True), "for-loop": dict(foreach=False)}
+    return torch.optim.AdamW(model.parameters(), **how[layout.optimizer])
