@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
+import weakref
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
-from accelerate.utils import DistributedType
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.integrations.accelerate.boundaries import Installed, install_boundaries
+from hf_longmoe.integrations.accelerate.boundaries import Installed, check_boundaries, install_boundaries
 from hf_longmoe.integrations.accelerate.checks import check_early_gradients, check_installable, state_bytes
 from hf_longmoe.integrations.accelerate.heads import divide_heads, repatch
+from hf_longmoe.integrations.accelerate.optimizers import give_back, is_sharded, plain_of, put, tell_schedulers
 from hf_longmoe.integrations.transformers.refusals import check_launch
 from hf_longmoe.schedules.host import AcceleratorEngine, Engine, check_host_memory, has_own_memory
-from hf_longmoe.schedules.optimizer import OffloadStreamAdamW
+from hf_longmoe.schedules.optimizer import OffloadStreamAdamW, check_adamw
 from hf_longmoe.sizes import format_bytes
 
 __all__ = ["LongMoEPlugin"]
@@ -69,7 +71,8 @@ class LongMoEPlugin:
         self._engine = engine
         self._accelerator: Accelerator | None = None
         self._models: list[Installed] = []
-        self._optimizers: list[tuple[OffloadStreamAdamW, torch.optim.AdamW]] = []
+        # Accelerator.free_memory, and whoever drops an optimizer, is not to be kept from freeing its state.
+        self._optimizers: list[weakref.ref[OffloadStreamAdamW]] = []
 
     # -- on and off --------------------------------------------------------------------------------------------------
     def install(self, accelerator: Accelerator) -> LongMoEPlugin:
@@ -109,8 +112,9 @@ class LongMoEPlugin:
             vars(accelerator).pop(name, None)
         while self._models:
             self._models.pop().remove()
-        while self._optimizers:
-            _give_back(accelerator, *self._optimizers.pop())
+        for streaming in self._living():
+            give_back(streaming, accelerator._optimizers)
+        self._optimizers.clear()
 
     def __enter__(self) -> LongMoEPlugin:
         return self
@@ -123,6 +127,8 @@ class LongMoEPlugin:
         lines = []
         for installed in self._models:
             offload = installed.offload
+            if installed.model() is None:
+                continue
             if offload is None:
                 lines.append("boundaries: left where they are, since the model is in host memory")
             else:
@@ -130,7 +136,7 @@ class LongMoEPlugin:
                     f"boundaries: {offload.offloaded} of {offload.offloaded + offload.left} in"
                     f" {format_bytes(offload.host_bytes)} of host memory"
                 )
-        for streaming, _ in self._optimizers:
+        for streaming in self._living():
             timings = streaming.timings
             if timings is not None:
                 lines.append(
@@ -143,17 +149,40 @@ class LongMoEPlugin:
 
     # -- what the accelerator is asked to prepare --------------------------------------------------------------------
     def _prepare(self, prepare: Any, *args: Any, **kwargs: Any) -> Any:
-        """Everything that can be refused is refused before the first collective of `prepare`."""
+        """Everything that can be refused is refused before any change, and the first collective."""
+        self._check(args)
+        known = len(self._optimizers)
         streamed = {id(arg): self._streamed(arg) for arg in args if isinstance(arg, torch.optim.Optimizer)}
-        for streaming in streamed.values():
-            self._check_host_memory(streaming)
-        divided = divide_heads(self._accelerator, self.config, args)
-        prepared = prepare(*(streamed.get(id(arg), arg) for arg in args), **kwargs)
+        try:
+            divided = divide_heads(self._accelerator, self.config, args)
+            prepared = prepare(*(streamed.get(id(arg), arg) for arg in args), **kwargs)
+        except BaseException:
+            for ref in self._optimizers[known:]:
+                give_back(ref(), [*self._accelerator._optimizers, *args])
+            del self._optimizers[known:]
+            raise
         for model in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             self._install_boundaries(model)
         for model in divided:
             repatch(model)
+        tell_schedulers(self._accelerator)
         return prepared
+
+    def _check(self, args: tuple) -> None:
+        optimizers = [arg for arg in args if isinstance(arg, OffloadStreamAdamW)]
+        for arg in args:
+            if isinstance(arg, nn.Module) and self.config.boundaries is not None:
+                for model in _transformers_models(arg):
+                    check_boundaries(model, self._of(model))
+            elif self.config.optimizer is not None and (plain := plain_of(arg)) is not None:
+                try:
+                    check_adamw(plain)
+                except (TypeError, ValueError) as error:
+                    note = "LongMoEConfig(optimizer=None) leaves it as it is."
+                    raise ValueError(f"LongMoEPlugin: {error} {note}") from error
+                optimizers.append(plain)
+        if optimizers:
+            self._check_host_memory(optimizers)
 
     def _prepare_model(self, prepare_model: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         prepared = prepare_model(model, *args, **kwargs)
@@ -170,68 +199,74 @@ class LongMoEPlugin:
         return prepared
 
     def _streamed(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        caps = self.config.optimizer
-        if caps is None or isinstance(optimizer, (AcceleratedOptimizer, OffloadStreamAdamW)):
+        """What to prepare in its place. One that is prepared already streams from here on."""
+        caps, plain = self.config.optimizer, plain_of(optimizer)
+        if caps is None or plain is None:
             return optimizer
-        try:
-            streaming = OffloadStreamAdamW.from_adamw(
-                optimizer,
+        known = next((streaming for streaming in self._living() if streaming.replaces is plain), None)
+        if known is None:
+            known = OffloadStreamAdamW.from_adamw(
+                plain,
                 bucket=caps.bucket,
                 slots=caps.slots,
                 update_on=caps.update_on,
                 early_gradients=caps.early_gradients,
                 engine=self._engine,
             )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"LongMoEPlugin: {error} LongMoEConfig(optimizer=None) leaves it as it is.") from error
-        self._optimizers.append((streaming, optimizer))
-        return streaming
+            self._optimizers.append(weakref.ref(known))
+        if isinstance(optimizer, AcceleratedOptimizer):
+            put(optimizer, known)
+            return optimizer
+        return known
 
-    def _check_host_memory(self, optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(optimizer, OffloadStreamAdamW):
-            return
+    def _living(self) -> list[OffloadStreamAdamW]:
+        return [streaming for ref in self._optimizers if (streaming := ref()) is not None]
+
+    def _check_host_memory(self, optimizers: list[torch.optim.Optimizer]) -> None:
         accelerator = self._accelerator
         shards = accelerator.num_processes if accelerator.distributed_type == DistributedType.FSDP else 1
-        needed = state_bytes(optimizer, shards)
+        needed = sum(state_bytes(optimizer, shards) for optimizer in optimizers)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
         check_host_memory(needed, "The optimizer's state (LongMoEConfig.optimizer)", ranks)
-        repeated = accelerator.num_processes > 1 and shards == 1 and not _sharded(optimizer)
+        repeated = accelerator.num_processes > 1 and shards == 1 and not any(map(is_sharded, optimizers))
         if repeated and accelerator.is_main_process:
             logger.warning(
                 f"Without FSDP2 each of {accelerator.num_processes} ranks has all of the optimizer's state:"
                 f" {format_bytes(needed)} of host memory a rank."
             )
 
-    def _install_boundaries(self, model: Any) -> None:
-        if self.config.boundaries is None or not isinstance(model, nn.Module):
+    def _install_boundaries(self, module: Any) -> None:
+        if self.config.boundaries is None or not isinstance(module, nn.Module):
             return
-        held = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-        if held is None:
-            return
-        known = next((one for one in self._models if one.model is held), None)
-        if known is None:
-            self._models.append(install_boundaries(held, self.config.boundaries, self._engine))
-        else:
-            known.refresh()
+        self._models = [one for one in self._models if one.model() is not None]
+        for model in _transformers_models(module):
+            known = self._of(model)
+            if known is not None:
+                known.refresh()
+                continue
+            self._models.append(install_boundaries(model, self.config.boundaries, self._engine))
+            dynamo = self._accelerator.state.dynamo_plugin
+            if self._engine is not None and dynamo.backend != DynamoBackend.NO and not dynamo.use_regional_compilation:
+                logger.warning(
+                    "A model that is compiled as a whole has no checkpointed layers at run time, so that its"
+                    " boundaries stay on the device."
+                )
+
+    def _of(self, model: PreTrainedModel) -> Installed | None:
+        return next((one for one in self._models if one.model() is model), None)
 
 
-def _refuse_clipping(*args: Any, **kwargs: Any) -> Any:
+def _transformers_models(module: nn.Module) -> list[PreTrainedModel]:
+    """In `module`, without those inside of another."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return list(dict.fromkeys(model for child in module.children() for model in _transformers_models(child)))
+
+
+def _refuse_clipping(parameters: Any, max_norm: float = 0.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if max_norm == math.inf:  # to no norm: the Trainer only wants to know it, and cannot
+        return torch.tensor(math.nan)
     raise ValueError(
         "optimizer.early_gradients=True: gradients have left the device before they could be clipped; set"
         " max_grad_norm=0 (Trainer), leave the clipping out, or use early_gradients=False."
     )
-
-
-def _sharded(optimizer: torch.optim.Optimizer) -> bool:
-    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
-
-
-def _give_back(accelerator: Accelerator, streaming: OffloadStreamAdamW, plain: torch.optim.AdamW) -> None:
-    streaming.disarm()
-    plain.load_state_dict(streaming.plain_state_dict())
-    for prepared in accelerator._optimizers:
-        if prepared.optimizer is streaming:
-            prepared.optimizer = plain
-            if prepared.scaler is not None:
-                prepared._optimizer_original_step_method = plain.step
-                prepared._optimizer_patched_step_method = patch_optimizer_step(prepared, plain.step)

@@ -24,7 +24,14 @@ from hf_longmoe.peaks.region import tag
 from hf_longmoe.schedules.boundaries import BoundaryOffload
 from hf_longmoe.schedules.replay import checkpoint_once
 
-__all__ = ["Checkpointing", "Observed", "checkpoint_functions", "checkpointing_of", "wrap_checkpointing"]
+__all__ = [
+    "Checkpointing",
+    "Observed",
+    "check_exclusive",
+    "checkpoint_functions",
+    "checkpointing_of",
+    "wrap_checkpointing",
+]
 
 _PLACES = ("_gradient_checkpointing_func", "checkpoint_fn")  # of a layer, of a CheckpointWrapper
 _TWICE = (
@@ -70,13 +77,7 @@ def wrap_checkpointing(model: PreTrainedModel, settings: Checkpointing) -> None:
     wanted = settings.replay or settings.exclusive
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if settings.exclusive:
-        for module in filter(_is_old, models):
-            raise ValueError(
-                f"LongMoEPlugin: {type(module).__name__} has checkpointing in the format of Transformers 4.34 and"
-                " before, into which `boundaries` cannot be put; give LongMoEConfig(boundaries=None)."
-            )
-        for module, place in checkpoint_functions(model):
-            _refuse_own_offload(_bare(vars(module)[place]))
+        check_exclusive(model)
     for module, place in checkpoint_functions(model):
         observed = vars(module)[place]
         function = _bare(observed)
@@ -92,6 +93,21 @@ def wrap_checkpointing(model: PreTrainedModel, settings: Checkpointing) -> None:
             if wanted:
                 module.longmoe_checkpointing = settings
                 module._set_gradient_checkpointing = MethodType(_set_gradient_checkpointing, module)
+
+
+def check_exclusive(model: PreTrainedModel) -> None:
+    """
+    Raises:
+        `ValueError`: SCO cannot be put into the model's checkpointing, or Transformers' own offloading is on.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _is_old(module):
+            raise ValueError(
+                f"LongMoEPlugin: {type(module).__name__} has checkpointing in the format of Transformers 4.34 and"
+                " before, into which `boundaries` cannot be put; give LongMoEConfig(boundaries=None)."
+            )
+    for module, place in checkpoint_functions(model):
+        _refuse_own_offload(_bare(vars(module)[place]))
 
 
 class Observed:

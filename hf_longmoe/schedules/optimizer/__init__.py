@@ -2,6 +2,7 @@
 
 from hf_longmoe.schedules.optimizer.adamw import OffloadStreamAdamW
 from hf_longmoe.schedules.optimizer.book import state_bytes
+from hf_longmoe.schedules.optimizer.checks import check_adamw
 from hf_longmoe.schedules.optimizer.record import Timings
 
-__all__ = ["OffloadStreamAdamW", "Timings", "state_bytes"]
+__all__ = ["OffloadStreamAdamW", "Timings", "check_adamw", "state_bytes"]

@@ -47,6 +47,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
 
     Attributes:
         timings (`Timings` or `None`): of the last step; waits for it.
+        replaces (`torch.optim.AdamW` or `None`): whose place it has taken, see `from_adamw`.
         last_event (`torch.Event` or `None`): after it the parameters are new, for
             `FSDPModule.set_post_optim_event`. None where nothing is copied.
 
@@ -95,13 +96,13 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         check_adamw(optimizer)
         names = ("lr", "betas", "eps", "weight_decay")
         streaming = cls(optimizer.param_groups, **{name: optimizer.defaults[name] for name in names}, **caps)
-        streaming.param_groups = optimizer.param_groups
+        streaming.param_groups, streaming.defaults = optimizer.param_groups, {**optimizer.defaults, SHARE: None}
         streaming.state.update(optimizer.state)
         optimizer.state = defaultdict(dict)
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 setattr(streaming, name, value)
-        streaming._replaces = optimizer
+        streaming.replaces = optimizer
         return streaming
 
     def _open(self, caps: OptimizerConfig, engine: Engine | None) -> None:
@@ -109,7 +110,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         self._caps = caps
         self._last: Record | None = None
         self._event: Any = None
-        self._replaces: torch.optim.Optimizer | None = None
+        self.replaces: torch.optim.Optimizer | None = None
         self._hooks: dict[torch.Tensor, Any] = {}
 
     # -- the step -------------------------------------------------------------------------------------------------
@@ -144,8 +145,8 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
             self._book.end(live, record)
             record.step_seconds = time.perf_counter() - begun
             self._last = record
-        if self._replaces is not None:
-            self._replaces._opt_called = True  # its scheduler looks there
+        if self.replaces is not None:
+            self.replaces._opt_called = True  # its scheduler looks there
         if self._caps.early_gradients:
             self.arm()
         return loss
