@@ -483,6 +483,7 @@ def test_a_control_group_that_allows_less_than_is_counted_as_free(sound, call):
             (3000, 4.0),
         ),
         ("4:memory:/elsewhere\n", {"memory/memory.limit_in_bytes": "7000"}, (7000, None)),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, (None, None)),
         (None, {"memory.max": "1"}, (None, None)),
     ],
 )
