@@ -19,6 +19,7 @@ from hf_longmoe.integrations.transformers.traffic import LayerTraffic, as_json, 
 from hf_longmoe.peaks import ComponentPeak, PeakReport, load_reports, save_reports
 from hf_longmoe.peaks.region import COMPONENTS
 from hf_longmoe.peaks.schema import PEAKS_SCHEMA
+from hf_longmoe.schedules.host import control_groups
 
 GIB = 2**30
 
@@ -260,7 +261,7 @@ def sound(monkeypatch):
     for name in list(os.environ):
         if name.startswith("LONGMOE_") or name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(machine, "control_group_limits", lambda: (None, None))
+    monkeypatch.setattr(control_groups, "control_group_limits", lambda: (None, None))
     monkeypatch.setattr(machine, "_driver", lambda: None)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: None)
     return monkeypatch
@@ -426,7 +427,7 @@ def test_threads(sound, call):
         code, text, _ = call("doctor")
         assert code == 1 and f"  - {message}" in text
     sound.setenv("OMP_NUM_THREADS", "6")
-    sound.setattr(machine, "control_group_limits", lambda: (None, 2.5))
+    sound.setattr(control_groups, "control_group_limits", lambda: (None, 2.5))
     code, text, _ = call("doctor")
     assert code == 1 and "\n  cores               6, time of 2.5\n" in text
     assert "2.5 cores' worth of time, and an update on the host starts 6 threads" in text
@@ -455,7 +456,7 @@ def test_variables(sound, call):
 
 
 def test_a_control_group_that_allows_less_than_is_counted_as_free(sound, call):
-    sound.setattr(machine, "control_group_limits", lambda: (1 << 20, None))
+    sound.setattr(control_groups, "control_group_limits", lambda: (1 << 20, None))
     code, text, _ = call("doctor")
     assert code == 1 and "\n  control group       at most 1 MiB\n" in text
     assert "  - The control group allows 1 MiB of host memory, and " in text
@@ -493,7 +494,7 @@ def test_limits_of_control_groups(tmp_path, membership, files, expected):
         (tmp_path / "fs" / name).write_text(text + "\n")
     if membership is not None:
         (tmp_path / "groups").write_text(membership)
-    assert machine.control_group_limits(tmp_path / "fs", tmp_path / "groups") == expected
+    assert control_groups.control_group_limits(tmp_path / "fs", tmp_path / "groups") == expected
 
 
 def test_memory_shared_with_the_host_has_nothing_to_offload(sound):

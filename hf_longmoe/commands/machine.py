@@ -7,16 +7,14 @@ import difflib
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator
 from importlib import metadata
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import hf_longmoe
 from hf_longmoe.config import BoundariesConfig, DispatchConfig, OptimizerConfig, VocabConfig
 
-__all__ = ["control_group_limits", "devices", "environment", "host", "packages", "threads"]
+__all__ = ["devices", "environment", "host", "packages", "threads"]
 
 _HOSTS = ("torch", "transformers", "accelerate", "peft", "datasets")
 _EXTRAS = {"plot": "matplotlib", "cp": "axolotl-ringmaster"}
@@ -155,6 +153,8 @@ def host() -> dict[str, Any]:
         available = host_memory_available()
     except (ImportError, OSError):
         pass
+    from hf_longmoe.schedules.host.control_groups import control_group_limits
+
     limit, _ = control_group_limits()
     return {
         "total_bytes": total,
@@ -179,53 +179,6 @@ def _lockable() -> int | str | None:
     return "unlimited" if is_lifted else limit
 
 
-def control_group_limits(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> tuple[int | None, float | None]:
-    """
-    The lowest limits of this process's control groups and of those above them, of version 1 and 2.
-
-    Returns:
-        Bytes of memory and cores' worth of time; None: no limit.
-    """
-    try:
-        groups = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
-        groups = []
-    memory = [
-        number
-        for folder in _folders("memory", root, groups)
-        for name in ("memory.max", "memory.limit_in_bytes")
-        for number in _numbers(folder / name)
-        if number < 2**60  # version 1 says "none" so
-    ]
-    cores = []
-    for folder in _folders("cpu", root, groups):
-        new = _numbers(folder / "cpu.max")
-        quota, period = new if len(new) == 2 else (0, 0)
-        for number in _numbers(folder / "cpu.cfs_quota_us"):
-            quota, period = number, next(iter(_numbers(folder / "cpu.cfs_period_us")), 0)
-        if quota > 0 and period > 0:
-            cores.append(quota / period)
-    return min(memory, default=None), min(cores, default=None)
-
-
-def _folders(controller: str, root: Path, groups: Iterable[list[str]]) -> Iterator[Path]:
-    """The folder of each group, and those above it up to where the hierarchy is mounted."""
-    for group in groups:
-        if len(group) == 3 and (not group[1] or controller in group[1].split(",")):
-            mount = root / group[1]
-            own = mount / group[2].lstrip("/")
-            yield from takewhile(lambda folder, mount=mount: folder.is_relative_to(mount), (own, *own.parents))
-
-
-def _numbers(file: Path) -> list[int]:
-    try:
-        return [int(word) for word in file.read_text().split()]
-    except (OSError, ValueError):  # none, or "max"
-        return []
-
-
 # -- threads and variables -------------------------------------------------------------------------------------------
 def threads() -> dict[str, Any]:
     """`cores`: those that this process may run on; `quota`: cores' worth of time that its control group has."""
@@ -238,6 +191,8 @@ def threads() -> dict[str, Any]:
         torch_threads, update_threads = torch.get_num_threads(), host_thread_count()
     except (ImportError, OSError):
         pass
+    from hf_longmoe.schedules.host.control_groups import control_group_limits
+
     _, quota = control_group_limits()
     return {
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -4,39 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 import torch
 
+from hf_longmoe.schedules.host.control_groups import control_group_memory
 from hf_longmoe.schedules.host.engine import Engine, Job
 from hf_longmoe.sizes import format_bytes
 
 __all__ = ["HostBudget", "HostPool", "Slab", "check_host_memory", "host_memory_available"]
 
-# (limit, used, where the page cache that can be dropped is told) of control groups, version 2 and 1.
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
-
 
 def host_memory_available() -> int:
     """Bytes that processes of this machine, or of this container where its limit is lower, can still take."""
-    available = psutil.virtual_memory().available
-    for limit, used, stat, cache in _CGROUPS:
-        try:
-            values = dict(line.split() for line in Path(stat).read_text().splitlines())
-            there = int(Path(limit).read_text()) - int(Path(used).read_text()) + int(values.get(cache, 0))
-        except (OSError, ValueError):  # none, or "max"
-            continue
-        available = min(available, max(there, 0))
-    return available
+    available, group = psutil.virtual_memory().available, control_group_memory()
+    return available if group is None else min(available, group)
 
 
 def check_host_memory(needed: int, what: str, ranks: int = 1) -> None:

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from hf_longmoe.schedules.host import FakeEngine, HostBudget, HostPool, check_host_memory, host_memory_available
+from hf_longmoe.schedules.host import (
+    FakeEngine,
+    HostBudget,
+    HostPool,
+    check_host_memory,
+    control_groups,
+    host_memory_available,
+)
 from hf_longmoe.schedules.host import memory as memory_module
 
 
@@ -123,18 +130,24 @@ def test_the_error_has_both_numbers(monkeypatch):
 
 
 def _group(folder, limit, used, stat):
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("max", limit), ("current", used), ("stat", stat)):
-        (folder / name).write_text(text)
-    return str(folder / "max"), str(folder / "current"), str(folder / "stat"), "inactive_file"
+        (folder / f"memory.{name}").write_text(text)
 
 
 def test_the_limit_of_a_container(monkeypatch, tmp_path):
     monkeypatch.setattr(memory_module.psutil, "virtual_memory", lambda: type("M", (), {"available": 1000}))
+    (tmp_path / "groups").write_text("0::/job/step\n")
+    left = control_groups.control_group_memory
+    monkeypatch.setattr(memory_module, "control_group_memory", lambda: left(tmp_path / "fs", tmp_path / "groups"))
     for limit, used, stat, want in (
         ("700\n", "300\n", "anon 5\ninactive_file 150\n", 550),  # page cache can be dropped
         ("max\n", "300\n", "inactive_file 1\n", 1000),
         ("100\n", "300\n", "anon 5\n", 0),
         ("5000\n", "300\n", "anon 5\n", 1000),
     ):
-        monkeypatch.setattr(memory_module, "_CGROUPS", (_group(tmp_path, limit, used, stat), ("no", "no", "no", "x")))
-        assert host_memory_available() == want
+        for group in ("job/step", "job"):  # its own, and one above it
+            _group(tmp_path / "fs" / group, limit, used, stat)
+            assert host_memory_available() == want
+            _group(tmp_path / "fs" / group, "max", "0", "")
+    assert host_memory_available() == 1000
