@@ -105,6 +105,16 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         streaming.replaces = optimizer
         return streaming
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """
+        Raises:
+            `ValueError`: a hyperparameter is out of range, or a flag is not there.
+        """
+        given = {**self.defaults, **param_group}
+        check_hyperparameters(given["lr"], given["betas"], given["eps"], given["weight_decay"])
+        check_groups([*self.param_groups, param_group], type(self).__name__)
+        super().add_param_group(param_group)
+
     def _open(self, caps: OptimizerConfig, engine: Engine | None) -> None:
         self._book = Book(caps, engine)
         self._caps = caps

@@ -15,7 +15,19 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-__all__ = ["ALIGN", "HALF", "MOMENTS", "Arena", "Entry", "flat", "lay_out", "local", "padded", "same_order"]
+__all__ = [
+    "ALIGN",
+    "HALF",
+    "MOMENTS",
+    "Arena",
+    "Entry",
+    "flat",
+    "lay_out",
+    "local",
+    "padded",
+    "same_order",
+    "state_bytes",
+]
 
 ALIGN = 64  # elements; a cut elsewhere changes low bits of the fused kernel's result
 HALF = (torch.bfloat16, torch.float16)
@@ -32,6 +44,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         wait = getattr(shard, "wait", None)  # a collective's result that may be on its way
         return (wait() if wait is not None else shard).detach()
+
+
+def state_bytes(params: Sequence[torch.Tensor]) -> int:
+    """
+    Bytes of host memory that the state of `params` (of their local shards) takes: 8 an element, 12 in half precision,
+    with each parameter filled up to 64 elements.
+    """
+    return sum((12 if param.dtype in HALF else 8) * padded(local(param).numel()) for param in params)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -99,6 +119,7 @@ class Entry:
         fresh: the master is to be taken from the parameter at the next update.
         trusted: a master has been loaded: it holds whatever has happened to the parameter.
         seen: address and version that the parameter had when its master was right.
+        shown: the state as the optimizer shows it, to notice what somebody has put there since.
         grad, grad_dtype, value, launch: of the step that is going on: the gradient (None where it has come down
             already) and the parameter, flat, and the numbers that the kernel takes.
     """
@@ -111,6 +132,7 @@ class Entry:
     fresh: bool = True
     trusted: bool = False
     seen: tuple[int, int] | None = None
+    shown: dict[str, torch.Tensor] = field(default_factory=dict)
     step: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float32, device="cpu"))
     grad: torch.Tensor | None = None
     grad_dtype: torch.dtype = torch.float32
@@ -120,7 +142,16 @@ class Entry:
     def state(self) -> dict[str, torch.Tensor]:
         """What the optimizer shows: `step`, `exp_avg`, `exp_avg_sq` and, for half precision, `master`; live."""
         views = {kind: self._view(self.arena.flats[kind]) for kind in self.arena.kinds}
-        return {"step": self.step, **views}
+        self.shown = {"step": self.step, **views}
+        return dict(self.shown)
+
+    def replaced(self, values: dict[str, Any]) -> bool:
+        """Whether `values`, once `state()`, hold something else now."""
+        return bool(self.shown) and any(values.get(key) is not tensor for key, tensor in self.shown.items())
+
+    def fits(self, shard: torch.Tensor) -> bool:
+        """Whether this place is still one for the parameter, of which this rank has `shard`."""
+        return self.arena.device == shard.device and self.arena.dtype == shard.dtype and self.numel == shard.numel()
 
     def _view(self, memory: torch.Tensor) -> torch.Tensor:
         shard = local(self.param)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hf_longmoe.config import OptimizerConfig
 from hf_longmoe.schedules.host import AcceleratorEngine, Engine, Job, check_host_memory, has_own_memory
 from hf_longmoe.schedules.optimizer.arena import HALF, Arena, Entry, flat, lay_out, local, padded, same_order
-from hf_longmoe.schedules.optimizer.checks import check_gradient, check_parameter
+from hf_longmoe.schedules.optimizer.checks import check_gradient, check_parameter, check_state
 from hf_longmoe.schedules.optimizer.choose import agree
 from hf_longmoe.schedules.optimizer.early import EarlyGradients
 from hf_longmoe.schedules.optimizer.loading import SHARE
@@ -26,7 +25,7 @@ from hf_longmoe.schedules.optimizer.stream import Stream
 from hf_longmoe.schedules.optimizer.update import host_threads, in_arena, update
 from hf_longmoe.sizes import format_bytes
 
-__all__ = ["Book", "state_bytes"]
+__all__ = ["Book"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +35,6 @@ _FIXED = {"accelerator": 1.0, "cpu": 0.0}  # the accelerator's share
 _IN_PLACE = 2**20  # elements that are cast and updated together where nothing is copied
 _ANY = 2**62
 _MANY = 2**18  # elements from which more threads are worth it
-
-
-def state_bytes(params: Sequence[torch.Tensor]) -> int:
-    """
-    Bytes of host memory that the state of `params` (of their local shards) takes: 8 an element, 12 in half precision,
-    with each parameter filled up to 64 elements.
-    """
-    return sum((12 if param.dtype in HALF else 8) * padded(local(param).numel()) for param in params)
 
 
 class Book:
@@ -85,7 +76,8 @@ class Book:
 
     def build(self, groups: Groups, state: dict[torch.Tensor, Any]) -> None:
         """
-        Finds places for trainable parameters that have none, or that are on another device than they were.
+        Finds places for trainable parameters that have none, or that are on another device, or of another dtype or
+        size, than they were.
 
         Raises:
             `ValueError`: a parameter cannot be updated.
@@ -96,13 +88,15 @@ class Book:
             for param in group["params"]:
                 if param.requires_grad or param.grad is not None:
                     entry = self.entries.get(param)
-                    if entry is None or entry.arena.device != local(param).device:
+                    if entry is None or not entry.fits(local(param)):
                         new.append(param)
         if not new:
             return
         names = self.names(groups)
         for param in new:
             check_parameter(param, names[param])
+            if state.get(param):
+                check_state(state[param], param, names[param])
         self._find_engine({local(param).device for param in new})
         resident = self._fits(new)
         entries, arenas = lay_out(
@@ -206,15 +200,26 @@ class Book:
             for param in group["params"]:
                 entry = self.entries.get(param)
                 if entry is not None and self._gradient(entry):
+                    self._follow(entry, state)
                     entry.value = flat(local(param))
                     entry.launch = (*numbers, float(entry.step) + 1)
                     if entry.arena.half and not entry.trusted and entry.seen != entry.version():
                         entry.fresh = True
                     found.append(entry)
-        for entry in found:
-            if not state.get(entry.param):
-                state[entry.param] = entry.state()
         return sorted(found, key=lambda entry: (entry.arena.number, entry.offset))
+
+    @staticmethod
+    def _follow(entry: Entry, state: dict[torch.Tensor, Any]) -> None:
+        """The state is what `optimizer.state` shows: cleared, or given other tensors, by whoever likes."""
+        values = state.get(entry.param)
+        if not values and entry.shown:
+            entry.blank()
+        elif values and entry.replaced(values):
+            check_state(values, entry.param, entry.name)
+            entry.adopt(values)
+        elif values:
+            return
+        state[entry.param] = entry.state()
 
     def _gradient(self, entry: Entry) -> bool:
         grad, came = entry.param.grad, self._early is not None and entry in self._early

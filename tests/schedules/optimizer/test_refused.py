@@ -50,6 +50,25 @@ def test_flags_of_adamw(flag):
         OffloadStreamAdamW.from_adamw(plain)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (dict(amsgrad=True), "group 1 has amsgrad=True"),
+        (dict(maximize=True), "group 1 has maximize=True"),
+        (dict(lr=-1.0), "lr=-1.0 must be at least 0"),
+        (dict(betas=(2.0, 0.9)), r"betas\[0\]=2.0"),
+    ],
+)
+def test_groups(values, words):
+    """Given at once, or added later."""
+    with pytest.raises(ValueError, match=words):
+        OffloadStreamAdamW([dict(params=one()), dict(params=one(), **values)])
+    optimizer = OffloadStreamAdamW(one())
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group(dict(params=one(), **values))
+    assert len(optimizer.param_groups) == 1
+
+
 def test_other_classes():
     class Mine(torch.optim.AdamW):
         pass
