@@ -90,7 +90,7 @@ def _run(
     config = config if depth is None else at_depth(config, depth)
     try:
         with FakeTensorMode(), _no_autocast():
-            return run_step(config, layout, patched)
+            return run_step(config, layout, patched, given=Rehearsal(ignored_labels=layout.micro_batch))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"config of model type {config.model_type!r}: this model cannot run without data ({error}); a fake step"
@@ -105,30 +105,33 @@ def run_step(
     *,
     attention: str = ATTENTION,
     given: Rehearsal | None = None,
+    prepare: Callable[[PreTrainedModel], Any] = lambda model: None,
 ) -> tuple[PeakReport, Moments]:
     """
-    The step itself, on fake tensors or, outside of `FakeTensorMode`, on real ones.
+    The step itself: rehearsed, on fake tensors; or real, outside of `FakeTensorMode`.
 
     Arguments:
-        given: what is rehearsed; skips repetitions if not given. Real tensors are run with a `Rehearsal` only in
-            tests.
+        attention: the attention implementation.
+        given: what the rehearsal is given; a real step if `None`.
+        prepare: what is done to the model before its first step.
     """
     options: dict[str, Any] = dict(attn_implementation=attention, experts_implementation="grouped_mm")
-    with no_init_weights():
+    with contextlib.nullcontext() if given is None else no_init_weights():
         model = build(config, getattr(torch, layout.dtype), **options)
     model.config.use_cache = False
     _share_experts(model, layout.ep_size)
     if patched is not None:
         patch_model(model, patched)
-        _balance(model)
+        if given is not None:
+            _balance(model)
     if layout.checkpointing != "off":
         kind = {"use_reentrant": layout.checkpointing == "reentrant"}
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kind)
     optimizer = _optimizer(model, layout)
-    given = Rehearsal(ignored_labels=layout.micro_batch) if given is None else given
+    prepare(model)
     ids = torch.zeros(layout.micro_batch, layout.local_seq_len, dtype=torch.int64)
     probe = StorageProbe()
-    with rehearsal(given), watch(model, optimizer):
+    with contextlib.nullcontext() if given is None else rehearsal(given), watch(model, optimizer):
         _step(model, optimizer, ids[:, :_FEW])
         with probe:
             _step(model, optimizer, ids)

@@ -1,4 +1,4 @@
-"""A config alone -> `ModelShape`. The model is built on `meta`, so that every count is exact: no weights, no network."""
+"""A config alone -> `ModelShape`. The model is built on `meta`: every count is exact; no weights, no network."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, **optio
             break
     else:
         raise ValueError(
-            f"config of model type {config.model_type!r}: Transformers has no causal LM for it; give the config of one."
+            f"config of model type {config.model_type!r}: there is no causal LM for it; give the config of one."
         )
     kind = kind[0] if isinstance(kind, (list, tuple)) else kind
     try:
