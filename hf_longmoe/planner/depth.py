@@ -59,8 +59,8 @@ def extrapolate(
     """
     The report of a step at `depth`.
 
-    Peaks by component and phase, and `working`, are affine in the depth. The total, and `at_peak`, are the largest of
-    all moments, each affine.
+    A component's highest in each phase, and `working`, are affine in the depth; its peak is the largest of its phases.
+    The total, and `at_peak`, are the largest of all moments, each affine.
 
     Arguments:
         depths: of `reports` and of `moments`, ascending.
@@ -89,10 +89,11 @@ def extrapolate(
     components = {}
     for name in COMPONENTS:
         a, b = small.components[name], large.components[name]
+        highs = lines(a.phases, b.phases)
         components[name] = ComponentPeak(
-            peak=max(line(a.peak, b.peak), at_peak[name]),
+            peak=max(highs.values()),
             at_peak=at_peak[name],
             working=line(a.working, b.working),
-            phases=lines(a.phases, b.phases),
+            phases=highs,
         )
     return PeakReport(total=sum(at_peak.values()), components=components, phases=phases, probe=large.probe)

@@ -50,7 +50,7 @@ def each(items: Iterable[T], kind: Callable[[T], Hashable]) -> Iterable[T]:
     `items`; in a rehearsal only those that show something new.
 
     That is so where an item's kind, or the kind of the one before it (of which something may still be alive), makes a
-    pair that was not there before. Both of the pair are run, in order; so is the last item.
+    pair that was not there before. Both of the pair are run, in order.
 
     Arguments:
         kind: what an item's allocations depend on.
@@ -63,5 +63,5 @@ def each(items: Iterable[T], kind: Callable[[T], Hashable]) -> Iterable[T]:
     first: dict[tuple[Hashable, Hashable], int] = {}
     for i, pair in enumerate(zip([None, *kinds], kinds, strict=False)):
         first.setdefault(pair, i)
-    shown = {i for at in (*first.values(), len(items) - 1) for i in (at - 1, at) if i >= 0}
+    shown = {i for at in first.values() for i in (at - 1, at) if i >= 0}
     return [items[i] for i in sorted(shown)]
