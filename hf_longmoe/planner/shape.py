@@ -52,6 +52,7 @@ class ModelShape:
         layers: one entry a decoder layer.
         embedding, final_norm, head, other: parameters outside of the layers. `head` is 0 where it is tied to the
             embedding.
+        wide: of each layer's parameters, how many are float32 also in a bfloat16 model.
         largest_parameter: elements of the largest single parameter.
         heads, kv_heads: attention heads; `kv_heads` of keys and values.
         head_dim: width of a head's query and key.
@@ -79,6 +80,7 @@ class ModelShape:
     head: int
     final_norm: int
     other: int
+    wide: tuple[int, ...]
     largest_parameter: int
     heads: int
     kv_heads: int

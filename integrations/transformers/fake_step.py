@@ -115,10 +115,11 @@ def run_step(
         given: what the rehearsal is given; a real step if `None`.
         prepare: what is done to the model before its first step.
     """
-    options: dict[str, Any] = dict(attn_implementation=attention, experts_implementation="grouped_mm")
     with contextlib.nullcontext() if given is None else no_init_weights():
-        model = build(config, getattr(torch, layout.dtype), **options)
+        model = build(config, getattr(torch, layout.dtype), attn_implementation=attention)
     model.config.use_cache = False
+    if any(m.config._experts_implementation != "grouped_mm" for m in model.modules() if is_experts(m)):
+        model.set_experts_implementation("grouped_mm")
     _share_experts(model, layout.ep_size)
     if patched is not None:
         patch_model(model, patched)

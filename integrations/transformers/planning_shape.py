@@ -157,6 +157,7 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
         head=sum(p.numel() for p in alone),
         final_norm=norm,
         other=sum(p.numel() for _, p in rest) - norm,
+        wide=tuple(sum(p.numel() for p in layer.parameters() if p.dtype == torch.float32) for layer in layers),
         largest_parameter=max(p.numel() for p in model.parameters()),
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
