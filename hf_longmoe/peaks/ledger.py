@@ -6,16 +6,30 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
-from hf_longmoe.peaks.region import COMPONENTS, Region
+from hf_longmoe.peaks.region import COMPONENTS, OTHER, Region
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 
-__all__ = ["Context", "Ledger", "Runs"]
+__all__ = ["Context", "Ledger", "Moment", "Runs"]
 
 # The region and the phase in which a storage appears.
 Context = tuple[Region, str]
+
+
+class Moment(NamedTuple):
+    """
+    While one component was at work in one phase, bytes of each component.
+
+    Arguments:
+        levels: at the moment of the highest total.
+        highs: the highest of each.
+    """
+
+    levels: dict[str, int]
+    highs: dict[str, int]
 
 
 class _Entry:
@@ -88,8 +102,8 @@ class Ledger:
             self._bury()
             return _replay(self._resident, self._log)
 
-    def moments(self) -> dict[tuple[str, str], dict[str, int]]:
-        """By (phase, component at work): the bytes of each component at the moment of the highest total there."""
+    def moments(self) -> dict[tuple[str, str], Moment]:
+        """By (phase, component at work)."""
         with self._lock:
             self._bury()
             return _moments(self._resident, self._log)
@@ -173,17 +187,22 @@ def _replay(resident: Iterable[tuple[_Entry, int]], log: Iterable[tuple[Context 
 
 def _moments(
     resident: Iterable[tuple[_Entry, int]], log: Iterable[tuple[Context | None, _Entry, int]]
-) -> dict[tuple[str, str], dict[str, int]]:
+) -> dict[tuple[str, str], Moment]:
     live = dict.fromkeys(COMPONENTS, 0)
     for entry, nbytes in resident:
         live[entry.component] += nbytes
     total = sum(live.values())
-    tops, moments = {}, {("resident", "other"): dict(live)}
+    tops, moments = {}, {("resident", OTHER): Moment(dict(live), dict(live))}
     for context, entry, delta in log:
+        before = dict(live) if context is not None else None
         live[entry.component] += delta
         total += delta
-        if delta > 0:
+        if before is not None:
             key = context[1], context[0].component
+            moment = moments.setdefault(key, Moment({}, {}))
+            for name, level in live.items():
+                moment.highs[name] = max(moment.highs.get(name, 0), level, before[name])
             if total > tops.get(key, -1):
-                tops[key], moments[key] = total, dict(live)
+                tops[key] = total
+                moment.levels.update(live)
     return moments

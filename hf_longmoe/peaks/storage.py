@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from hf_longmoe.peaks.ledger import Context, Ledger
+from hf_longmoe.peaks.ledger import Context, Ledger, Moment
 from hf_longmoe.peaks.region import OTHER, Probe, Region, innermost
 from hf_longmoe.peaks.report import PeakReport
 
@@ -89,11 +89,8 @@ class StorageProbe(Probe, TorchDispatchMode):
         """The peaks since the probe opened or restarted."""
         return self._ledger.report()
 
-    def moments(self) -> dict[tuple[str, str], dict[str, int]]:
-        """
-        By (phase, component at work): the bytes of each component at the moment of the highest total there. The
-        highest of these totals is the report's.
-        """
+    def moments(self) -> dict[tuple[str, str], Moment]:
+        """By (phase, component at work): what was alive. The highest of these totals is the report's."""
         return self._ledger.moments()
 
     # -- whose -------------------------------------------------------------------------------------------------------

@@ -1,22 +1,24 @@
 """From two small depths to the real one. Integers only.
 
 A step's bytes at a given moment (the backward of the last layer, say) are affine in the number of layers: each period
-of layers adds the same parameters, gradients and boundaries. So each component's peak is extrapolated from two depths.
-The total is not affine, since at another depth it may peak at another moment: so the bytes of every candidate moment
-are extrapolated, component by component, and the largest sum is taken.
+of layers adds the same parameters, gradients and boundaries. Peaks are not, since at another depth they may fall on
+another moment. So every candidate is extrapolated (for each phase and component at work: each component's highest, and
+all components' bytes at the highest total) and the largest is taken. What is left out: two moments of one phase and
+one component at work, of which the one that grows is the smaller in both runs. The result is then too low.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
+from hf_longmoe.peaks.ledger import Moment
 from hf_longmoe.peaks.region import COMPONENTS
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 
 __all__ = ["Moments", "extrapolate", "periods"]
 
-# (phase, component at work) -> the bytes of each component at the moment of its highest total.
-Moments = Mapping[tuple[str, str], Mapping[str, int]]
+# By (phase, component at work).
+Moments = Mapping[tuple[str, str], Moment]
 
 
 def periods(kinds: Sequence[Hashable]) -> tuple[int, int]:
@@ -59,9 +61,6 @@ def extrapolate(
     """
     The report of a step at `depth`.
 
-    A component's highest in each phase, and `working`, are affine in the depth; its peak is the largest of its phases.
-    The total, and `at_peak`, are the largest of all moments, each affine.
-
     Arguments:
         depths: of `reports` and of `moments`, ascending.
         depth: the real one, a whole number of `depths[1] - depths[0]` away.
@@ -81,7 +80,13 @@ def extrapolate(
         return {key: line(a.get(key, 0), b[key]) for key in b}
 
     small, large = reports
-    ends = {key: lines(moments[0].get(key, moments[1][key]), moments[1][key]) for key in moments[1]}
+    ends, phase_highs = {}, {}
+    for key, there in moments[1].items():
+        here = moments[0].get(key, there)
+        ends[key] = lines(here.levels, there.levels)
+        highs = phase_highs.setdefault(key[0], dict.fromkeys(COMPONENTS, 0))
+        for name, level in lines(here.highs, there.highs).items():
+            highs[name] = max(highs[name], level)
     at_peak = max(ends.values(), key=lambda levels: sum(levels.values()))
     phases: dict[str, int] = {}
     for (phase, _), levels in ends.items():
@@ -89,7 +94,7 @@ def extrapolate(
     components = {}
     for name in COMPONENTS:
         a, b = small.components[name], large.components[name]
-        highs = lines(a.phases, b.phases)
+        highs = {phase: levels[name] for phase, levels in phase_highs.items()}
         components[name] = ComponentPeak(
             peak=max(highs.values()),
             at_peak=at_peak[name],

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hf_longmoe.peaks.ledger import Moment
 from hf_longmoe.peaks.region import COMPONENTS
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 from hf_longmoe.planner import extrapolate, periods
@@ -29,6 +30,7 @@ def test_depths_keep_the_pattern(kinds, found, ran):
 def report(levels):
     """levels: (phase, component at work) -> bytes of `gradients` and `vocab` at its moment."""
     moments = {key: dict.fromkeys(COMPONENTS, 0) | values for key, values in levels.items()}
+    both = {key: Moment(values, values) for key, values in moments.items()}
     highs = {name: {} for name in COMPONENTS}
     for (phase, _), values in moments.items():
         for name, level in values.items():
@@ -38,7 +40,7 @@ def report(levels):
         name: ComponentPeak(peak=max(highs[name].values()), at_peak=top[name], working=7, phases=highs[name])
         for name in COMPONENTS
     }
-    return PeakReport(total=sum(top.values()), components=components, phases={}, probe="storage"), moments
+    return PeakReport(total=sum(top.values()), components=components, phases={}, probe="storage"), both
 
 
 def test_a_total_that_peaks_at_another_moment_at_the_real_depth():
