@@ -22,6 +22,7 @@ __all__ = [
     "FREE",
     "Ring",
     "divide_head",
+    "gather_parts",
     "gathered_until_backward",
     "keeps_gathered",
     "ring_of",
@@ -169,13 +170,19 @@ class _SumOverReplicas(torch.autograd.Function):
         return gradient, None
 
 
+def gather_parts(part: torch.Tensor, wire: GroupWire) -> tuple[torch.Tensor, list[int]]:
+    """The whole of a parameter of which each rank has a part, outside of any graph; and the rows of each part."""
+    rows = [rows for (rows,) in wire.gather(torch.tensor([len(part)], device=part.device))]
+    sent = part.repeat(wire.size, *[1] * (part.dim() - 1))  # every part to every rank
+    return wire.exchange(sent, rows, [len(part)] * wire.size).wait(), rows
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, ring: Ring):
-        ctx.ring, wire = ring, ring.wire
-        ctx.rows = [rows for (rows,) in wire.gather(torch.tensor([len(part)], device=part.device))]
-        sent = part.repeat(wire.size, *[1] * (part.dim() - 1))  # every part to every rank
-        return wire.exchange(sent, ctx.rows, [len(part)] * wire.size).wait()
+        ctx.ring = ring
+        whole, ctx.rows = gather_parts(part, ring.wire)
+        return whole
 
     @staticmethod
     @once_differentiable

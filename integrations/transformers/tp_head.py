@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hf_longmoe.integrations.transformers.ring_head import gather_parts
 from hf_longmoe.schedules.vocab import ring_cross_entropy
 from hf_longmoe.schedules.wire import GroupWire
 
@@ -63,10 +64,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, part, wire: GroupWire):
-        ctx.rows = [rows for (rows,) in wire.gather(torch.tensor([len(part)], device=part.device))]
+        whole, ctx.rows = gather_parts(part, wire)
         ctx.rank = wire.rank
-        sent = part.repeat(wire.size, *[1] * (part.dim() - 1))
-        return wire.exchange(sent, ctx.rows, [len(part)] * wire.size).wait()
+        return whole
 
     @staticmethod
     @once_differentiable

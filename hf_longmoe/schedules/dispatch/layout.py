@@ -1,4 +1,7 @@
-"""Where the rows of a wave lie in the buffer that a rank receives, and how they are cut into tiles to compute."""
+"""
+The order of rows; where those of a wave lie in the buffer that a rank receives, and how they are cut into tiles to
+compute.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Tile", "gather_rows", "tiles", "write_rows"]
+__all__ = ["Tile", "gather_rows", "rows_by", "tiles", "write_rows"]
+
+
+def rows_by(key: torch.Tensor) -> torch.Tensor:
+    """`[rows]` integers -> `[rows]` int32: the rows by key, ties by row."""
+    return torch.sort(key, stable=True)[1].to(torch.int32)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from hf_longmoe.schedules.dispatch.blocks import Block, row_slices
 from hf_longmoe.schedules.dispatch.gradients import WeightGradients
+from hf_longmoe.schedules.dispatch.layout import rows_by
 from hf_longmoe.schedules.dispatch.plan import Wave, plan_waves, rows, shown_waves
 from hf_longmoe.schedules.nodes import save_and_run
 from hf_longmoe.schedules.numerics import accumulation_dtype
@@ -117,7 +118,7 @@ class _Call:
             key = block * (experts + 1) + ids.clamp(max=experts)
             flat = self.schedule.count_rows(key, blocks * (experts + 1))
             self.block_counts = [flat[b * (experts + 1) : (b + 1) * (experts + 1) - 1] for b in range(blocks)]
-            self.block_order = torch.sort(key, stable=True)[1].to(torch.int32)
+            self.block_order = rows_by(key)
         self.counts = [sum(counts) for counts in zip(*self.block_counts, strict=True)]
 
     def forward(self, x: torch.Tensor, w: torch.Tensor, index: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,7 @@ class _Call:
 
 def _by_expert(index: torch.Tensor) -> torch.Tensor:
     """`[T, k]` -> `[T * k]` int32: rows by expert, ties by row; an index that is no expert's comes last."""
-    return torch.sort(index.reshape(-1).to(torch.int32), stable=True)[1].to(torch.int32)
+    return rows_by(index.reshape(-1).to(torch.int32))
 
 
 def _gather(x: torch.Tensor, token: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:

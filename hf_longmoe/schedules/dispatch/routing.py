@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_longmoe.schedules.dispatch.exchange import ExchangePlan, plan_exchange
+from hf_longmoe.schedules.dispatch.layout import rows_by
 from hf_longmoe.schedules.dispatch.sizes import PipelineSizes
 from hf_longmoe.schedules.wire import Wire
 
@@ -70,14 +71,14 @@ class Routing:
         if len(self.blocks) == 1:
             return [self.order(index)]
         k, experts = index.shape[-1], len(self.whole.totals)
-        order = torch.sort(_block_key(_ids(index, experts), self.size * k, experts), stable=True)[1].to(torch.int32)
+        order = rows_by(_block_key(_ids(index, experts), self.size * k, experts))
         starts = (block.tokens.start * k for block in self.blocks)
         stops = (block.tokens.stop * k for block in self.blocks)
         return [order[start:stop] - start for start, stop in zip(starts, stops, strict=True)]
 
     def order(self, index: torch.Tensor) -> torch.Tensor:
         """The same of all tokens at once."""
-        return torch.sort(_ids(index, len(self.whole.totals)), stable=True)[1].to(torch.int32)
+        return rows_by(_ids(index, len(self.whole.totals)))
 
 
 def route(
