@@ -66,6 +66,8 @@ def main() -> None:
         if arguments.save_dir is not None:
             accelerator.save_state(arguments.save_dir)
         assert isinstance(optimizer.optimizer, OffloadStreamAdamW)
+    # DistributedDataParallel must not outlive the process group: on gloo its end can then wait for ever.
+    model, optimizer, scheduler, data = accelerator.free_memory(model, optimizer, scheduler, data)
     accelerator.end_training()
 
 

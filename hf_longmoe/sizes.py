@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "format_tokens", "parse_bytes", "parse_tokens"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -60,3 +60,47 @@ def format_bytes(number: float) -> str:
     digits = 0 if unit == "B" or abs(number) >= 100 else 1 if abs(number) >= 10 else 2
     text = f"{number:.{digits}f}"
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+
+
+_TOKENS = {"": 1, "K": 2**10, "M": 2**20}
+
+
+def parse_tokens(number: int | str, argument: str = "seq_len") -> int:
+    """
+    Tokens as an integer.
+
+    Arguments:
+        number: an integer, or as people write context lengths: `"128k"` is 131,072, `"1M"` is 1,048,576.
+        argument: the name that an error message gives.
+
+    Raises:
+        `ValueError`: not such a number, or not positive.
+
+    ```py
+    >>> parse_tokens("64k")
+    65536
+
+    ```
+    """
+    match = _SIZE.fullmatch(str(number).replace("_", "").replace(",", ""))
+    if match and not isinstance(number, bool) and match[2].upper() in _TOKENS:
+        found = int(float(match[1]) * _TOKENS[match[2].upper()])
+        if found > 0:
+            return found
+    raise ValueError(f'{argument}={number!r} is not a number of tokens; write 65536, "64k" or "1M".')
+
+
+def format_tokens(number: int) -> str:
+    """
+    Tokens for people, never more than `number`.
+
+    ```py
+    >>> format_tokens(1_048_576), format_tokens(786_432), format_tokens(1000)
+    ('1M', '768k', '1000')
+
+    ```
+    """
+    for unit, size in (("M", 2**20), ("k", 2**10)):
+        if number >= size and not number % size:
+            return f"{number // size}{unit}"
+    return str(number) if number < 2**10 else f"{number // 2**10}k"

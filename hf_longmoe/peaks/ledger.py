@@ -24,12 +24,13 @@ class Moment(NamedTuple):
     While one component was at work in one phase, bytes of each component.
 
     Arguments:
-        levels: at the moment of the highest total.
         highs: the highest of each.
+        levels: for each that did not stay the same, all of them when it was highest; the highest total where that was
+            so several times.
     """
 
-    levels: dict[str, int]
     highs: dict[str, int]
+    levels: dict[str, dict[str, int]]
 
 
 class _Entry:
@@ -103,7 +104,7 @@ class Ledger:
             return _replay(self._resident, self._log)
 
     def moments(self) -> dict[tuple[str, str], Moment]:
-        """By (phase, component at work)."""
+        """By phase and what is at work (`Region.at_work`)."""
         with self._lock:
             self._bury()
             return _moments(self._resident, self._log)
@@ -192,17 +193,26 @@ def _moments(
     for entry, nbytes in resident:
         live[entry.component] += nbytes
     total = sum(live.values())
-    tops, moments = {}, {("resident", OTHER): Moment(dict(live), dict(live))}
+    moments = {("resident", OTHER): Moment(dict(live), {OTHER: dict(live)})}
+    tops: dict[tuple[str, str], dict[str, tuple[int, int]]] = {}
+    lows: dict[tuple[str, str], dict[str, int]] = {}
     for context, entry, delta in log:
         before = dict(live) if context is not None else None
         live[entry.component] += delta
         total += delta
         if before is not None:
-            key = context[1], context[0].component
+            key = context[1], context[0].at_work
             moment = moments.setdefault(key, Moment({}, {}))
+            top, low, now = tops.setdefault(key, {}), lows.setdefault(key, before), None
             for name, level in live.items():
+                low[name] = min(low[name], level)
                 moment.highs[name] = max(moment.highs.get(name, 0), level, before[name])
-            if total > tops.get(key, -1):
-                tops[key] = total
-                moment.levels.update(live)
+                if (level, total) > top.get(name, (-1, 0)):
+                    top[name] = level, total
+                    now = now or dict(live)
+                    moment.levels[name] = now
+    for key, low in lows.items():
+        moment = moments[key]
+        for name in [name for name, level in low.items() if level == moment.highs[name] and len(moment.levels) > 1]:
+            del moment.levels[name]
     return moments

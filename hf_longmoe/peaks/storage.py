@@ -90,7 +90,7 @@ class StorageProbe(Probe, TorchDispatchMode):
         return self._ledger.report()
 
     def moments(self) -> dict[tuple[str, str], Moment]:
-        """By (phase, component at work): what was alive. The highest of these totals is the report's."""
+        """By phase and what is at work (`Region.at_work`): what was alive."""
         return self._ledger.moments()
 
     # -- whose -------------------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 A step's bytes at a given moment (the backward of the last layer, say) are affine in the number of layers: each period
 of layers adds the same parameters, gradients and boundaries. Peaks are not, since at another depth they may fall on
 another moment. So every candidate is extrapolated (for each phase and component at work: each component's highest, and
-all components' bytes at the highest total) and the largest is taken. What is left out: two moments of one phase and
-one component at work, of which the one that grows is the smaller in both runs. The result is then too low.
+all components' bytes when one is highest) and the largest is taken. The highest total is among them: what is kept for
+backward falls and gradients rise as layer after layer is done, so that it comes when one of them is highest. What is
+left out: two moments of one such candidate, of which the one that grows is the smaller in both runs. The result is then
+too low.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 
 __all__ = ["Moments", "extrapolate", "periods"]
 
-# By (phase, component at work).
+# By phase and what is at work (`peaks.region.Region.at_work`).
 Moments = Mapping[tuple[str, str], Moment]
 
 
@@ -80,16 +82,19 @@ def extrapolate(
         return {key: line(a.get(key, 0), b[key]) for key in b}
 
     small, large = reports
-    ends, phase_highs = {}, {}
+    ends, phase_highs = [], {}
     for key, there in moments[1].items():
         here = moments[0].get(key, there)
-        ends[key] = lines(here.levels, there.levels)
+        tops = lines(here.highs, there.highs)
+        for name, levels in there.levels.items():
+            found = lines(here.levels.get(name, levels), levels)
+            ends.append((key[0], {part: min(level, tops[part]) for part, level in found.items()}))
         highs = phase_highs.setdefault(key[0], dict.fromkeys(COMPONENTS, 0))
-        for name, level in lines(here.highs, there.highs).items():
+        for name, level in tops.items():
             highs[name] = max(highs[name], level)
-    at_peak = max(ends.values(), key=lambda levels: sum(levels.values()))
+    at_peak = max((levels for _, levels in ends), key=lambda levels: sum(levels.values()))
     phases: dict[str, int] = {}
-    for (phase, _), levels in ends.items():
+    for phase, levels in ends:
         phases[phase] = max(phases.get(phase, 0), sum(levels.values()))
     components = {}
     for name in COMPONENTS:

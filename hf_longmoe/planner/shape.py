@@ -140,8 +140,10 @@ class Layout:
         cp_size (`int`, defaults to 1): ranks that share a sequence.
         fsdp_size (`int`, *optional*): ranks among which parameters, gradients and optimizer state are divided; all of
             `world_size` if not given.
-        dtype (`str`, defaults to `"bfloat16"`): of parameters and activations.
-        optimizer_dtype (`str`, *optional*): of both moments; `dtype` if not given, as in `torch.optim.AdamW`.
+        dtype (`str`, defaults to `"bfloat16"`): of the computation: activations, gathered weights.
+        parameter_dtype (`str`, *optional*): of the parameters as they are kept, of their gradients and of both moments;
+            `dtype` if not given. `"float32"` beside `"bfloat16"` is FSDP2's mixed precision.
+        imbalance (`float`, defaults to 1.0): under `ep_size`, rows that the fullest rank receives over the mean.
         optimizer (`str`, defaults to `"fused"`): how `torch.optim.AdamW` steps: `"fused"` (what the Trainer uses),
             `"foreach"` or `"for-loop"`.
         checkpointing (`str`, defaults to `"non-reentrant"`): `"non-reentrant"`, `"reentrant"` or `"off"`.
@@ -158,15 +160,16 @@ class Layout:
     cp_size: int = 1
     fsdp_size: int | None = None
     dtype: str = "bfloat16"
-    optimizer_dtype: str | None = None
+    parameter_dtype: str | None = None
+    imbalance: float = 1.0
     optimizer: str = "fused"
     checkpointing: str = "non-reentrant"
 
     def __post_init__(self) -> None:
         if self.fsdp_size is None:
             object.__setattr__(self, "fsdp_size", self.world_size)
-        if self.optimizer_dtype is None:
-            object.__setattr__(self, "optimizer_dtype", self.dtype)
+        if self.parameter_dtype is None:
+            object.__setattr__(self, "parameter_dtype", self.dtype)
         for name in ("seq_len", "micro_batch", "world_size", "ep_size", "cp_size", "fsdp_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -176,13 +179,17 @@ class Layout:
             if self.world_size % value:
                 works = [n for n in range(1, self.world_size + 1) if not self.world_size % n]
                 raise ValueError(f"{name}={value} does not divide world_size={self.world_size}; one of {works} would.")
+        if not 1.0 <= self.imbalance <= self.ep_size:
+            raise ValueError(
+                f"imbalance={self.imbalance!r} must be from 1 (balanced) to ep_size={self.ep_size} (all rows to one rank)."
+            )
         if self.seq_len < self.cp_size:
             raise ValueError(
                 f"seq_len={self.seq_len} is shorter than cp_size={self.cp_size}: a rank would have no token. Give at"
                 f" least {self.cp_size} tokens, or a cp_size of at most {self.seq_len}."
             )
         self._choice("dtype", tuple(DTYPES))
-        self._choice("optimizer_dtype", tuple(DTYPES))
+        self._choice("parameter_dtype", tuple(DTYPES))
         self._choice("optimizer", OPTIMIZERS)
         self._choice("checkpointing", CHECKPOINTING)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from hf_longmoe.planner.shape import Layout
 from hf_longmoe.schedules.dispatch import LocalDispatch
 from hf_longmoe.schedules.rehearsal import Rehearsal, rehearsal
 
-__all__ = ["ATTENTION", "fake_step", "two_depths"]
+__all__ = ["ATTENTION", "fake_model", "fake_moments", "fake_step", "two_depths", "without_data"]
 
 ATTENTION = "longmoe_plan"
 _FEW = 16  # tokens a sequence of the first step, whose only use is the optimizer's state
@@ -82,15 +82,50 @@ def two_depths(
     return ran, extrapolate(ran, reports, moments, config.get_text_config().num_hidden_layers)
 
 
+def fake_moments(
+    config: PreTrainedConfig,
+    layout: Layout,
+    lengths: Sequence[int],
+    *,
+    depth: int | None = None,
+    patched: LongMoEConfig | None = None,
+) -> list[Moments]:
+    """
+    As `fake_step`, of one model at several `lengths` (tokens of a sequence on the rank, ascending).
+
+    Returns:
+        For each length, what each component held in each phase while one of them was at work.
+    """
+    cut = config if depth is None else at_depth(config, depth)
+    with without_data(config, layout):
+        return [probe.moments() for probe in _steps(cut, layout, patched, lengths, given=_given(layout))]
+
+
 def _run(
     config: PreTrainedConfig, layout: Layout, depth: int | None, patched: LongMoEConfig | None
 ) -> tuple[PeakReport, Moments]:
+    cut = config if depth is None else at_depth(config, depth)
+    with without_data(config, layout):
+        return run_step(cut, layout, patched, given=_given(layout))
+
+
+def _given(layout: Layout) -> Rehearsal:
+    return Rehearsal(ignored_labels=layout.micro_batch)
+
+
+@contextlib.contextmanager
+def without_data(config: PreTrainedConfig, layout: Layout) -> Iterator[None]:
+    """
+    Fake tensors inside.
+
+    Raises:
+        `ValueError`: the layout's dtype has no fake step, or what is run inside needs data.
+    """
     if layout.dtype != "bfloat16":
         raise ValueError(f'dtype={layout.dtype!r}: a fake step runs in "bfloat16" only (grouped_mm, without data).')
-    config = config if depth is None else at_depth(config, depth)
     try:
         with FakeTensorMode(), _no_autocast():
-            return run_step(config, layout, patched, given=Rehearsal(ignored_labels=layout.micro_batch))
+            yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"config of model type {config.model_type!r}: this model cannot run without data ({error}); a fake step"
@@ -115,7 +150,48 @@ def run_step(
         given: what the rehearsal is given; a real step if `None`.
         prepare: what is done to the model before its first step.
     """
-    with contextlib.nullcontext() if given is None else no_init_weights():
+    lengths = [layout.local_seq_len]
+    (probe,) = _steps(config, layout, patched, lengths, attention=attention, given=given, prepare=prepare)
+    return probe.report(), probe.moments()
+
+
+def _steps(
+    config: PreTrainedConfig,
+    layout: Layout,
+    patched: LongMoEConfig | None,
+    lengths: Sequence[int],
+    *,
+    attention: str = ATTENTION,
+    given: Rehearsal | None = None,
+    prepare: Callable[[PreTrainedModel], Any] = lambda model: None,
+) -> Iterator[StorageProbe]:
+    model = _model(config, layout, patched, attention, given is not None)
+    if layout.checkpointing != "off":
+        kind = {"use_reentrant": layout.checkpointing == "reentrant"}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kind)
+    optimizer = _optimizer(model, layout)
+    prepare(model)
+    ids = [torch.zeros(layout.micro_batch, length, dtype=torch.int64) for length in (_FEW, *lengths)]
+    with contextlib.nullcontext() if given is None else rehearsal(given), watch(model, optimizer):
+        _step(model, optimizer, ids[0])
+        for some in ids[1:]:
+            probe = StorageProbe()
+            with probe:
+                _step(model, optimizer, some)
+            yield probe
+
+
+def fake_model(
+    config: PreTrainedConfig, layout: Layout, *, depth: int, patched: LongMoEConfig | None
+) -> PreTrainedModel:
+    """The model of a fake step; to be made and used within `without_data`."""
+    return _model(at_depth(config, depth), layout, patched, ATTENTION, fake=True)
+
+
+def _model(
+    config: PreTrainedConfig, layout: Layout, patched: LongMoEConfig | None, attention: str, fake: bool
+) -> PreTrainedModel:
+    with no_init_weights() if fake else contextlib.nullcontext():
         model = build(config, getattr(torch, layout.dtype), attn_implementation=attention)
     model.config.use_cache = False
     if any(m.config._experts_implementation != "grouped_mm" for m in model.modules() if is_experts(m)):
@@ -123,20 +199,9 @@ def run_step(
     _share_experts(model, layout.ep_size)
     if patched is not None:
         patch_model(model, patched)
-        if given is not None:
+        if fake:
             _balance(model)
-    if layout.checkpointing != "off":
-        kind = {"use_reentrant": layout.checkpointing == "reentrant"}
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kind)
-    optimizer = _optimizer(model, layout)
-    prepare(model)
-    ids = torch.zeros(layout.micro_batch, layout.local_seq_len, dtype=torch.int64)
-    probe = StorageProbe()
-    with contextlib.nullcontext() if given is None else rehearsal(given), watch(model, optimizer):
-        _step(model, optimizer, ids[:, :_FEW])
-        with probe:
-            _step(model, optimizer, ids)
-    return probe.report(), probe.moments()
+    return model
 
 
 def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:

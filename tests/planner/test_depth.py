@@ -30,7 +30,7 @@ def test_depths_keep_the_pattern(kinds, found, ran):
 def report(levels):
     """levels: (phase, component at work) -> bytes of `gradients` and `vocab` at its moment."""
     moments = {key: dict.fromkeys(COMPONENTS, 0) | values for key, values in levels.items()}
-    both = {key: Moment(values, values) for key, values in moments.items()}
+    both = {key: Moment(values, {name: values for name in values}) for key, values in moments.items()}
     highs = {name: {} for name in COMPONENTS}
     for (phase, _), values in moments.items():
         for name, level in values.items():

@@ -48,10 +48,13 @@ class TokenTiles:
 
     def tokens(self, module: nn.Module, x: torch.Tensor) -> int:
         """Tokens of a tile at most."""
+        return rows(self.budget, self.bytes_per_token(module, x))
+
+    @staticmethod
+    def bytes_per_token(module: nn.Module, x: torch.Tensor) -> int:
+        """A token's input, output and their gradients; each product, its activation, and the gradients of both."""
         widths = [p.shape[0] for p in module.parameters() if p.dim() == 2]
-        # A token's input, output and their gradients; each product, its activation, and the gradients of both.
-        per_token = (4 * x.shape[-1] + 3 * sum(widths)) * x.element_size()
-        return rows(self.budget, per_token)
+        return (4 * x.shape[-1] + 3 * sum(widths)) * x.element_size()
 
 
 class _Call:

@@ -1,0 +1,99 @@
+"""Counts of a model's own bytes at a few small sizes, and what they say of any size.
+
+What a schedule does not bound (attention, norms, routers, a kernel's temporaries) differs from family to family, and no
+list of formulas keeps up with them. It is counted instead, once, in fake steps of a few layers and a few thousand
+tokens. In a given phase, with a given component at work, bytes are affine in the layers (see `depth`) and in the
+tokens, or quadratic in a sequence's length where a model compares all positions (a sparse-attention indexer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_longmoe.peaks.ledger import Moment
+from hf_longmoe.planner.depth import Moments
+
+__all__ = ["Counts"]
+
+_SAME = 0.1  # relative difference of two bends of one parabola
+_BENT = 1e-3  # what of a count its quadratic part is at least
+
+
+@dataclass(frozen=True)
+class Counts:
+    """
+    Arguments:
+        depth: layers of the model.
+        depths: of the counts, one or two ascending; the real depth is a whole number of their distance away.
+        lengths: tokens of a sequence, at least two ascending; the counts are of one sequence. Four tell a parabola.
+        moments: by depth and length, as indices.
+    """
+
+    depth: int
+    depths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    moments: Sequence[Sequence[Moments]]
+
+    def at(self, length: int, sequences: int = 1) -> dict[tuple[str, str], Moment]:
+        """
+        The model's moments at its real depth, in bytes.
+
+        Arguments:
+            length: tokens of a sequence.
+            sequences: of one forward.
+        """
+
+        def scaled(pick: Callable[[Moment], Mapping[str, int]], key: tuple[str, str]) -> dict[str, int]:
+            return self._values([[pick(at[key]) if key in at else None for at in row] for row in self.moments], size)
+
+        size, found = (length, sequences), {}
+        for key, moment in self.moments[-1][-1].items():
+            highs = scaled(lambda at: at.highs, key)
+            levels = {name: scaled(lambda at, name=name: at.levels.get(name), key) for name in moment.levels}
+            # Two moments of one candidate, at two lengths, may make a line that is of neither.
+            found[key] = Moment(highs, {name: _at_most(values, highs) for name, values in levels.items()})
+        return found
+
+    def _values(self, rows: Sequence[Sequence[Mapping[str, int] | None]], size: tuple[int, int]) -> dict[str, int]:
+        found, last = {}, rows[-1][-1]
+        for name, largest in last.items():
+            ends = [
+                _through(self.lengths, [largest if at is None else at.get(name, 0) for at in row], *size)
+                for row in rows
+            ]
+            value = ends[0]
+            if len(self.depths) == 2:
+                value += (ends[1] - ends[0]) * (self.depth - self.depths[0]) / (self.depths[1] - self.depths[0])
+            found[name] = max(0, round(value))
+        return found
+
+
+def _at_most(values: Mapping[str, int], highs: Mapping[str, int]) -> dict[str, int]:
+    return {name: min(value, highs[name]) for name, value in values.items()}
+
+
+def _through(lengths: Sequence[int], values: Sequence[int], length: int, sequences: int) -> float:
+    """
+    From counted length to counted length, and beyond the last in its direction.
+
+    A highest of several moments is a chain of lines. A parabola is told from one by its bend, which is everywhere the
+    same.
+    """
+    pairs = list(zip(lengths, values, strict=True))
+    first, second = (_bend(pairs[-4:-1]), _bend(pairs[-3:])) if len(pairs) > 3 else (0.0, 0.0)
+    if second > 0 and abs(first - second) < _SAME * second and second * lengths[-1] ** 2 > _BENT * values[-1]:
+        bend = second
+        pairs = [(at, value - bend * at * at) for at, value in pairs]
+    else:
+        bend = 0.0
+    i = next((i for i, (at, _) in enumerate(pairs[1:-1]) if length < at), len(pairs) - 2)
+    (a, u), (b, v) = pairs[max(i, 0)], pairs[max(i, 0) + 1]
+    slope = (v - u) / (b - a)
+    return u - slope * a + sequences * (slope * length + bend * length * length)
+
+
+def _bend(pairs: Sequence[tuple[int, float]]) -> float:
+    """The quadratic coefficient of the parabola through three points."""
+    (a, u), (b, v), (c, w) = pairs
+    return ((w - v) / (c - b) - (v - u) / (b - a)) / (c - a)
