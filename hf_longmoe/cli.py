@@ -16,7 +16,10 @@ __all__ = ["COMMANDS", "main"]
 
 # A command's module has `add_arguments(parser)` and `run(arguments) -> exit code`. Only the one asked for is imported.
 COMMANDS = {
-    "plan": ("hf_longmoe.commands.plan", "the peaks of a training step, and the caps that fit a device, from a config"),
+    "plan": (
+        "hf_longmoe.commands.plan",
+        "the peaks of a training step, and the caps that fit a device, from a config",
+    ),
     "report": ("hf_longmoe.commands.report", "the peaks of a finished run, or of two side by side"),
     "doctor": ("hf_longmoe.commands.doctor", "versions, devices, host memory, limits, and what would go wrong"),
 }

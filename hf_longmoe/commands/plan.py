@@ -16,7 +16,9 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a Hub id, a folder, a config.json, or a model type (the sizes of its defaults)")
+    add(
+        "model", metavar="MODEL", help="a Hub id, a folder, a config.json, or a model type (the sizes of its defaults)"
+    )
     add("--seq-len", required=True, metavar="N", help="tokens of a sequence, over all ranks that share it: 128k, 1M")
     add("--device-memory", metavar="SIZE", help="of one device: 80GiB; without it nothing is said of what fits")
     add("--world-size", type=int, default=1, metavar="N", help="ranks (default: 1)")
@@ -27,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="bfloat16", help="of the computation (default, and the only one planned: bfloat16)")
     add("--parameter-dtype", metavar="DTYPE", help="of kept parameters, gradients and moments (default: --dtype)")
     add("--checkpointing", default="non-reentrant", help="non-reentrant (default), reentrant or off")
-    add("--imbalance", type=float, metavar="X", help="under --ep: rows of the fullest rank over the mean (default: 1.3)")
+    add(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="under --ep: rows of the fullest rank over the mean (default: 1.3)",
+    )
     add("--config", type=Path, metavar="FILE", help="a YAML file of caps, in place of those chosen")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of the model's config; repeatable")
     add("--verify", action="store_true", help="also run fake steps at two depths, and print both side by side")
@@ -55,9 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hf_longmoe.integrations.transformers.planning import DoesNotFit, plan
 
     try:
-        config = config_of(
-            arguments.model, changes=_changes(arguments.set), remote_code=arguments.trust_remote_code
-        )
+        config = config_of(arguments.model, changes=_changes(arguments.set), remote_code=arguments.trust_remote_code)
         found = plan(config, layout, memory, caps=caps)
     except DoesNotFit as error:
         print(f"hf-longmoe plan: {error}", file=sys.stderr)

@@ -52,6 +52,11 @@ class Region:
     def __init__(self, component: str, capped: bool = True):
         self.component, self.capped = component, capped
 
+    @property
+    def at_work(self) -> str:
+        """The component; of what of it no cap bounds (a block's router, say) `"<component>, uncapped"`."""
+        return self.component if self.capped else f"{self.component}, uncapped"
+
 
 class Probe(ABC):
     """What a region needs to know of a probe. An open probe hears of every region, in every thread."""

@@ -35,6 +35,15 @@ class Counts:
     lengths: tuple[int, ...]
     moments: Sequence[Sequence[Moments]]
 
+    @property
+    def bent(self) -> bool:
+        """Whether something grows with the square of the length."""
+        return any(
+            _curvature(self.lengths, [at[key].highs[name] if key in at else 0 for at in self.moments[-1]])
+            for key, moment in self.moments[-1][-1].items()
+            for name in moment.highs
+        )
+
     def at(self, length: int, sequences: int = 1) -> dict[tuple[str, str], Moment]:
         """
         The model's moments at its real depth, in bytes.
@@ -80,17 +89,22 @@ def _through(lengths: Sequence[int], values: Sequence[int], length: int, sequenc
     A highest of several moments is a chain of lines. A parabola is told from one by its bend, which is everywhere the
     same.
     """
-    pairs = list(zip(lengths, values, strict=True))
-    first, second = (_bend(pairs[-4:-1]), _bend(pairs[-3:])) if len(pairs) > 3 else (0.0, 0.0)
-    if second > 0 and abs(first - second) < _SAME * second and second * lengths[-1] ** 2 > _BENT * values[-1]:
-        bend = second
-        pairs = [(at, value - bend * at * at) for at, value in pairs]
-    else:
-        bend = 0.0
+    bend = _curvature(lengths, values)
+    pairs = [(at, value - bend * at * at) for at, value in zip(lengths, values, strict=True)]
     i = next((i for i, (at, _) in enumerate(pairs[1:-1]) if length < at), len(pairs) - 2)
     (a, u), (b, v) = pairs[max(i, 0)], pairs[max(i, 0) + 1]
     slope = (v - u) / (b - a)
     return u - slope * a + sequences * (slope * length + bend * length * length)
+
+
+def _curvature(lengths: Sequence[int], values: Sequence[int]) -> float:
+    """The quadratic coefficient, if the last four points are of one parabola; else 0."""
+    pairs = list(zip(lengths, values, strict=True))
+    if len(pairs) < 4:
+        return 0.0
+    first, second = _bend(pairs[-4:-1]), _bend(pairs[-3:])
+    same = second > 0 and abs(first - second) < _SAME * second
+    return second if same and second * lengths[-1] ** 2 > _BENT * values[-1] else 0.0
 
 
 def _bend(pairs: Sequence[tuple[int, float]]) -> float:

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.peaks.region import COMPONENTS
 from hf_longmoe.planner.predict import Prediction
 from hf_longmoe.planner.shape import Layout, ModelShape
-from hf_longmoe.sizes import format_bytes
 
 __all__ = ["ASSUMED", "NOT_COUNTED", "Plan"]
 
@@ -100,5 +98,3 @@ class Plan:
             "assumed": list(ASSUMED),
             "not_counted": list(NOT_COUNTED),
         }
-
-

@@ -11,7 +11,7 @@ from hf_longmoe.peaks.region import COMPONENTS
 __all__ = ["Change", "Prediction", "predict"]
 
 STEP = ("step", "optimizer")
-# (phase, component at work, component) and its bytes -> bytes.
+# Phase and what is at work, a component, its bytes -> bytes.
 Change = Callable[[tuple[str, str], str, int], int]
 
 
@@ -24,7 +24,7 @@ class Prediction:
         components: of each component of `hf_longmoe.peaks`, the most bytes alive at once.
         total: the most bytes of all alive at once.
         at_peak: each component's bytes then; they sum to `total`.
-        phase, at_work: when that is: the phase, and the component at work.
+        phase, at_work: when that is: the phase, and what is at work (`peaks.region.Region.at_work`).
         host: bytes of host memory, by component; empty without offloading.
     """
 

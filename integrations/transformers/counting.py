@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +35,9 @@ _PHASES = ("forward", "backward")
 _ROWS = 128  # of a wave, or tokens of a tile, in a count
 
 
-def count(config: PreTrainedConfig, layout: Layout, patched: LongMoEConfig | None = None) -> Counts:
+def count(
+    config: PreTrainedConfig, layout: Layout, patched: LongMoEConfig | None = None, *, bent: bool = False
+) -> Counts:
     """
     Runs fake steps of one sequence at a few lengths and one or two small depths.
 
@@ -42,12 +45,13 @@ def count(config: PreTrainedConfig, layout: Layout, patched: LongMoEConfig | Non
         config: of a causal LM.
         layout: of it count `ep_size`, `checkpointing`, `dtype` and `optimizer`.
         patched: caps; the stock model if not given.
+        bent: whether something grows with the square of the length.
 
     Raises:
         `ValueError`: as `fake_step`.
     """
     ran = depths_of(config)
-    lengths = LENGTHS if patched is None else _KEPT
+    lengths = LENGTHS if patched is None or bent else _KEPT
     one = dataclasses.replace(layout, seq_len=lengths[-1], micro_batch=1, cp_size=1)
     moments = [fake_moments(config, one, lengths, depth=depth, patched=patched) for depth in ran]
     return Counts(config.get_text_config().num_hidden_layers, ran, lengths, moments)
@@ -106,14 +110,15 @@ class SchedulesAlone:
         facts = self._facts(caps, layout.ep_size)
         if most:
             found = {
-                "dispatch": dict.fromkeys(_PHASES, facts.local if caps.dispatch else 0),
-                "vocab": dict.fromkeys(_PHASES, caps.vocab.budget if caps.vocab else 0),
+                "dispatch": dict.fromkeys(_PHASES, facts.dispatch(layout.tokens) if caps.dispatch else 0),
+                "vocab": dict.fromkeys(_PHASES, facts.vocab(layout.tokens) if caps.vocab else 0),
             }
         else:
             own, least = self.bytes(layout.tokens, caps), self.bytes(layout.tokens, small)
             found = {name: {phase: own[name][phase] - least[name][phase] for phase in _PHASES} for name in own}
         if layout.ep_size > 1 and not alone and caps.dispatch is not None:
-            found["dispatch"] = dict.fromkeys(_PHASES, facts.exchanged)
+            most = layout.ep_size * layout.tokens if most else math.ceil(layout.imbalance * layout.tokens)
+            found["dispatch"] = dict.fromkeys(_PHASES, facts.dispatch(most, exchanged=True))
         for phases in found.values():  # an output that something saves is computed again
             phases["recompute"] = phases["forward"] if facts.runs_again else 0
         return found
@@ -136,7 +141,7 @@ class SchedulesAlone:
         if key not in self._told:
             with without_data(self._config, self._layout):
                 model = fake_model(self._config, self._layout, depth=depths_of(self._config)[0], patched=caps)
-                self._told[key] = _facts(model, caps.dispatch, ranks)
+                self._told[key] = _facts(model, caps, self._shape, ranks)
         return self._told[key]
 
     def _rows(self, experts: nn.Module, tokens: int) -> list[torch.Tensor]:
@@ -183,36 +188,57 @@ class SchedulesAlone:
 @dataclass(frozen=True)
 class _Facts:
     """
+    What the schedules of a model take at most, whatever the routing.
+
     Arguments:
-        local: bytes that dispatch takes at most on one rank, beside what grows with the tokens.
-        exchanged: the same under expert parallelism.
+        budgets: of dispatch, on one rank and under expert parallelism, with what each leaves beside its budget.
+        per_token: bytes that dispatch takes where all rows of a token are in flight.
+        tiles: of vocab, its budget, and bytes of a token's logits.
         runs_again: whether experts run in a recompute too.
     """
 
-    local: int
-    exchanged: int
+    budgets: tuple[int, int]
+    per_token: int
+    tiles: tuple[int, int]
     runs_again: bool
 
+    def dispatch(self, tokens: int, exchanged: bool = False) -> int:
+        return min(self.budgets[exchanged], (2 if exchanged else 1) * tokens * self.per_token)
 
-def _facts(model: PreTrainedModel, caps: DispatchConfig | None, ranks: int) -> _Facts:
-    local, exchanged, again = 0, 0, False
+    def vocab(self, tokens: int) -> int:
+        return min(self.tiles[0], tokens * self.tiles[1])
+
+
+def _facts(model: PreTrainedModel, caps: LongMoEConfig, shape: ModelShape, ranks: int) -> _Facts:
+    local, exchanged, per_token, again = 0, 0, 0, False
     for module in model.modules():
         schedule = vars(module).get("longmoe_schedule")
         if schedule is None:
             continue
         again = again or schedule.output_saved_after
+        weights = 4 * sum(p.numel() for p in module.parameters())
         if isinstance(schedule, LocalDispatch):
-            block, params = block_of(module, module.longmoe_kernel)
+            hidden, (block, params) = _hidden(module), block_of(module, module.longmoe_kernel)
+            beside = block.beside_rows(params, schedule.budget)
             gradients = sum(4 * p[0].numel() for p in params if p.dim() == 3 and p.itemsize < 4)
-            local = max(local, schedule.budget + gradients + block.beside_rows(params, schedule.budget))
+            row = block.bytes_per_row(hidden, params) + 8 * hidden
+            local = max(local, schedule.budget + gradients + beside)
+            # As many rows as there are, in one wave: less than this, and than any budget.
+            per_token = max(per_token, shape.top_k * row + 8 * hidden)
             if ranks > 1:
-                sizes = (_hidden(module), params[0].dtype, block, params, ranks)
-                pipeline = pipeline_sizes(caps.budget, *sizes, depth=caps.overlap, imbalance=caps.imbalance)
+                sizes = (hidden, params[0].dtype, block, params, ranks)
+                pipeline = pipeline_sizes(
+                    caps.dispatch.budget, *sizes, depth=caps.dispatch.overlap, imbalance=caps.dispatch.imbalance
+                )
                 exchanged = max(exchanged, pipeline.bound)
         else:
-            tile = schedule.budget + sum(4 * p.numel() for p in module.parameters())
-            local, exchanged = max(local, tile), max(exchanged, tile)
-    return _Facts(local, exchanged, again)
+            local, exchanged = (max(known, schedule.budget + weights) for known in (local, exchanged))
+            per_token = max(per_token, schedule.bytes_per_token(module, _like_input(module)) + weights)
+    tiles = (0, 0)
+    if caps.vocab is not None:
+        head = model.get_output_embeddings().weight
+        tiles = caps.vocab.budget, tile_bytes(1, *head.shape, dtype=head.dtype, keep_logits=shape.softcap)
+    return _Facts((local, exchanged), per_token, tiles, again)
 
 
 def _alone(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -203,7 +202,7 @@ class Planner:
             small = dataclasses.replace(
                 small, dispatch=small.dispatch if dispatch else None, vocab=small.vocab if vocab else None
             )
-            self._kept[key] = small, count(self.config, self.layout, small)
+            self._kept[key] = small, count(self.config, self.layout, small, bent=self._stock.bent)
         return self._kept[key]
 
     def _together(self, layout: Layout, alone: bool) -> Together:
@@ -218,12 +217,12 @@ class Planner:
             received = received_rows(layout.tokens, shape.top_k, layout.imbalance)
             exchange = exchange_bytes(sent, received, shape.hidden, layout.itemsize)
             exchange += (received - sent) * self._alone.row_bytes
-        return Together(
-            resident=resident(shape, layout), itemsize=layout.itemsize, exchange=exchange, tied=shape.tied
-        )
+        return Together(resident=resident(shape, layout), itemsize=layout.itemsize, exchange=exchange, tied=shape.tied)
 
     def _ring(self, caps: LongMoEConfig, layout: Layout) -> bool:
-        return caps.vocab is not None and caps.vocab.schedule != "tiles" and layout.fsdp_size > 1 and not self.shape.tied
+        return (
+            caps.vocab is not None and caps.vocab.schedule != "tiles" and layout.fsdp_size > 1 and not self.shape.tied
+        )
 
 
 def _refusal(planner: Planner, limit: int, least: int) -> str:
