@@ -16,7 +16,9 @@ _WHERE = {
     "OptimizerConfig": "hf_longmoe.config",
     "VocabConfig": "hf_longmoe.config",
     "component": "hf_longmoe.peaks",
+    "Layout": "hf_longmoe.planner",
     "patch_model": "hf_longmoe.integrations.transformers",
+    "plan": "hf_longmoe.integrations.transformers",
     "unpatch_model": "hf_longmoe.integrations.transformers",
 }
 __all__ = [*_WHERE]
@@ -25,8 +27,9 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from hf_longmoe.config import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
     from hf_longmoe.integrations.accelerate import LongMoEPlugin
-    from hf_longmoe.integrations.transformers import ComponentPeakCallback, patch_model, unpatch_model
+    from hf_longmoe.integrations.transformers import ComponentPeakCallback, patch_model, plan, unpatch_model
     from hf_longmoe.peaks import component
+    from hf_longmoe.planner import Layout
     from hf_longmoe.schedules.optimizer import OffloadStreamAdamW
 
 

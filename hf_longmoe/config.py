@@ -235,6 +235,34 @@ class LongMoEConfig:
             if value is not None and not isinstance(value, part):
                 raise ValueError(f"{name}={value!r} must be a {part.__name__} or None (which switches it off).")
 
+    @classmethod
+    def for_budget(
+        cls,
+        config: Any,
+        seq_len: int | str | None = None,
+        device_memory: int | str = "80GiB",
+        **layout: Any,
+    ) -> LongMoEConfig:
+        """
+        Caps with which the predicted peaks of a training step fit the device; none that are not needed.
+
+        Arguments:
+            config (`PreTrainedConfig`): the model's.
+            seq_len (`int` or `str`, *optional*): tokens of a sequence over all ranks that share it, `"1M"`; the
+                longest that the config allows if not given.
+            device_memory (`int` or `str`, defaults to `"80GiB"`): of one device.
+            layout: further fields of `Layout`: `world_size`, `ep_size`, `cp_size`, `micro_batch`, `checkpointing` ...
+
+        Raises:
+            `ValueError`: nothing makes it fit (the message says which component, by how much, and what would), or as
+                `hf_longmoe.plan`.
+        """
+        from importlib import import_module
+
+        return import_module("hf_longmoe.integrations.transformers.planning").caps_for(
+            config, seq_len, device_memory, layout
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, strings and numbers; sizes as integer bytes. `from_dict` reads it back."""
         return dataclasses.asdict(self)

@@ -57,7 +57,7 @@ def boundaries_held(host_budget: int | None, each: int, count: int) -> int:
 
 
 def staging_bytes(elements: int, slots: int) -> int:
-    """Device memory of the streaming optimizer's step: slots · bucket · 16 bytes (float32 master, moments, gradient)."""
+    """Device memory of a streaming optimizer's step: slots · bucket · 16 (float32 master, moments, gradient)."""
     return slots * elements * 16
 
 

@@ -1,7 +1,7 @@
 """Counts of a model's own bytes at a few small sizes, and what they say of any size.
 
-What a schedule does not bound (attention, norms, routers, a kernel's temporaries) differs from family to family, and no
-list of formulas keeps up with them. It is counted instead, once, in fake steps of a few layers and a few thousand
+What a schedule does not bound (attention, norms, routers, a kernel's temporaries) differs from family to family, and
+no list of formulas keeps up with them. It is counted instead, once, in fake steps of a few layers and a few thousand
 tokens. In a given phase, with a given component at work, bytes are affine in the layers (see `depth`) and in the
 tokens, or quadratic in a sequence's length where a model compares all positions (a sparse-attention indexer).
 """

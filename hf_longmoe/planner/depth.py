@@ -5,8 +5,8 @@ of layers adds the same parameters, gradients and boundaries. Peaks are not, sin
 another moment. So every candidate is extrapolated (for each phase and component at work: each component's highest, and
 all components' bytes when one is highest) and the largest is taken. The highest total is among them: what is kept for
 backward falls and gradients rise as layer after layer is done, so that it comes when one of them is highest. What is
-left out: two moments of one such candidate, of which the one that grows is the smaller in both runs. The result is then
-too low.
+left out: two moments of one such candidate, of which the one that grows is the smaller in both runs. The result is
+then too low.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from hf_longmoe.planner.shape import Layout, ModelShape
 __all__ = ["ASSUMED", "NOT_COUNTED", "Plan"]
 
 ASSUMED = (
-    "FSDP2 holds two layers' whole weights at a time, and in backward one layer's whole gradient twice (as computed, and"
-    " in the order in which it is summed); experts stay divided over ep_size and are never gathered further than that.",
+    "FSDP2 holds two layers' whole weights at a time, and in backward one layer's whole gradient twice (as computed,"
+    " and in the order in which it is summed); experts are gathered over the ranks beyond ep_size only.",
     "The attention kernel is a fused one: it keeps no matrix of scores.",
-    "Routing is balanced over experts, and the fullest rank of an expert-parallel group gets imbalance times the mean.",
+    "Experts get equal numbers of rows; under ep_size, the fullest rank gets imbalance times the mean.",
 )
 NOT_COUNTED = (
     "the device's context and libraries, fragments of its allocator, buffers of the communication library, scratch of"

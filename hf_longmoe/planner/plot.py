@@ -16,8 +16,8 @@ _SHORTEST = 4096
 
 def curves(plan: Plan) -> tuple[list[int], list[dict[str, int]], list[dict[str, int]]]:
     """
-    Lengths, twice as long each, to beyond the plan's and what fits; at each, unbounded and scheduled, bytes of the four
-    components and of the total.
+    Lengths, twice as long each, to beyond the plan's and what fits; at each, unbounded and scheduled, bytes of the
+    four components and of the total.
     """
     farthest = max(plan.layout.seq_len, plan.longest_scheduled or 0, 4 * _SHORTEST)
     shortest = max(_SHORTEST, plan.layout.cp_size)
@@ -33,8 +33,8 @@ def curves(plan: Plan) -> tuple[list[int], list[dict[str, int]], list[dict[str, 
 
 def plot_plan(path: str | os.PathLike, plan: Plan) -> None:
     """
-    Draws the four peaks and the total over the context length, unbounded dashed and scheduled solid, the device's limit
-    and the first death.
+    Draws the four peaks and the total over the context length, unbounded dashed and scheduled solid, the device's
+    limit and the first death.
 
     Arguments:
         path: the PNG to write.

@@ -25,8 +25,8 @@ def python_lines(plan: Plan, device_memory: str | None = None) -> list[str]:
         sizes = {"world_size": 1, "ep_size": 1, "cp_size": 1, "micro_batch": 1, "checkpointing": "non-reentrant"}
         given = "".join(f", {k}={v!r}" for k, s in sizes.items() if (v := getattr(layout, k)) != s)
         lines.append(
-            f'config = LongMoEConfig.for_budget(model.config, seq_len={layout.seq_len}, device_memory="{device_memory}"'
-            f"{given})"
+            f"config = LongMoEConfig.for_budget(model.config, seq_len={layout.seq_len},"
+            f' device_memory="{device_memory}"{given})'
         )
     if plan.config_is_empty:
         return [*lines, "# It fits as it is: nothing to patch."]

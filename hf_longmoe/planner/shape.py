@@ -141,7 +141,7 @@ class Layout:
         fsdp_size (`int`, *optional*): ranks among which parameters, gradients and optimizer state are divided; all of
             `world_size` if not given.
         dtype (`str`, defaults to `"bfloat16"`): of the computation: activations, gathered weights.
-        parameter_dtype (`str`, *optional*): of the parameters as they are kept, of their gradients and of both moments;
+        parameter_dtype (`str`, *optional*): of the parameters as they are kept, of their gradients and both moments;
             `dtype` if not given. `"float32"` beside `"bfloat16"` is FSDP2's mixed precision.
         imbalance (`float`, defaults to 1.0): under `ep_size`, rows that the fullest rank receives over the mean.
         optimizer (`str`, defaults to `"fused"`): how `torch.optim.AdamW` steps: `"fused"` (what the Trainer uses),
@@ -181,7 +181,7 @@ class Layout:
                 raise ValueError(f"{name}={value} does not divide world_size={self.world_size}; one of {works} would.")
         if not 1.0 <= self.imbalance <= self.ep_size:
             raise ValueError(
-                f"imbalance={self.imbalance!r} must be from 1 (balanced) to ep_size={self.ep_size} (all rows to one rank)."
+                f"imbalance={self.imbalance!r} must be from 1 (balanced) to ep_size={self.ep_size} (all to one rank)."
             )
         if self.seq_len < self.cp_size:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich import box
@@ -10,12 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_longmoe.peaks.region import COMPONENTS
+from hf_longmoe.peaks.report import PeakReport
 from hf_longmoe.planner.plan import ASSUMED, NOT_COUNTED, Plan
+from hf_longmoe.planner.predict import Prediction
 from hf_longmoe.planner.recipe import launch_line, python_lines
-from hf_longmoe.planner.verification import Verification
+from hf_longmoe.planner.verification import Row, Verification, compare, off
 from hf_longmoe.sizes import format_bytes, format_tokens
 
-__all__ = ["print_plan", "print_verification"]
+__all__ = ["print_comparison", "print_plan", "print_verification"]
+
+_OFF = 0.1  # of a prediction: routing is never as even as predicted, and collectives are only estimated
 
 
 def console_for(file: TextIO | None) -> Console:
@@ -50,23 +54,34 @@ def print_plan(plan: Plan, *, device_memory: str | None = None, file: TextIO | N
 
 def print_verification(found: Verification, *, file: TextIO | None = None) -> None:
     """Predicted, measured by fake steps, and the difference, for each component."""
+    depths = " and ".join(map(str, found.depths))
+    for way, rows in found.rows.items():
+        _print_rows(rows, f"One rank alone, {way}: measured by fake steps of {depths} layers", file)
+
+
+def print_comparison(predicted: Prediction, measured: PeakReport, *, file: TextIO | None = None) -> None:
+    """A run's peaks beside what was predicted for it; then, in words, which are off by more than a tenth."""
+    rows = compare(predicted, measured)
+    _print_rows(rows, "Predicted, and measured in this run", file)
+    found = off(rows, _OFF)
+    console_for(file).print(
+        f"Off its prediction by more than {_OFF:.0%}: {', '.join(found)}."
+        if found
+        else f"Every component is within {_OFF:.0%} of its prediction."
+    )
+
+
+def _print_rows(rows: Sequence[Row], title: str, file: TextIO | None) -> None:
     console = console_for(file)
-    for name, rows in found.rows.items():
-        depths = " and ".join(map(str, found.depths))
-        table = Table(box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2)
-        table.add_column(name)
-        for heading in ("predicted", "measured", "difference"):
-            table.add_column(heading, justify="right")
-        for row in rows:
-            table.add_row(
-                row.component,
-                format_bytes(row.predicted),
-                format_bytes(row.measured),
-                f"{row.difference:.2%}",
-                style="bold" if row.component == "total" else None,
-            )
-        console.print(f"\nOne rank alone, by fake steps of {depths} layers, extrapolated", style="bold")
-        console.print(table)
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII2)
+    table.add_column("component")
+    for heading in ("predicted", "measured", "difference"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        sizes = (format_bytes(row.predicted), format_bytes(row.measured), f"{row.difference:.2%}")
+        table.add_row(row.component, *sizes, style="bold" if row.component == "total" else None)
+    console.print(f"\n{title}", style="bold")
+    console.print(table)
 
 
 def _title(plan: Plan) -> str:
@@ -102,7 +117,8 @@ def _table(plan: Plan, console: Console) -> Table:
 
 def _sentences(plan: Plan) -> Iterator[str]:
     before, after = plan.unbounded, plan.scheduled
-    yield f"Unbounded, the highest moment is in {before.phase}, in {before.at_work}; scheduled, in {after.phase}, in {after.at_work}."
+    moments = (f"in {found.phase} ({found.at_work})" for found in (before, after))
+    yield f"The highest moment is {' unbounded, and '.join(moments)} scheduled."
     yield f"Whatever the routing, the scheduled total stays within {format_bytes(plan.at_most)}."
     if plan.limit is None:
         return

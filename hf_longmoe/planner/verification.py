@@ -9,7 +9,7 @@ from typing import Any
 from hf_longmoe.peaks.report import PeakReport
 from hf_longmoe.planner.predict import Prediction
 
-__all__ = ["Row", "Verification", "compare"]
+__all__ = ["Row", "Verification", "compare", "off"]
 
 _NEGLIGIBLE = 1e-3  # share of the measured total: a component below it is not compared
 
@@ -82,3 +82,12 @@ def compare(predicted: Prediction, measured: PeakReport, *, totals: bool = True)
         if max(own, part.peak) >= least:
             rows.append(Row(name, own, part.peak))
     return [*rows, Row("total", predicted.total, measured.total)] if totals else rows
+
+
+def off(rows: Sequence[Row], beyond: float) -> list[str]:
+    """The components (the total aside) whose difference is beyond a share, each with its direction."""
+    return [
+        f"{row.component} {'above' if row.measured > row.predicted else 'below'}"
+        for row in rows
+        if row.component != "total" and row.difference > beyond
+    ]

@@ -1,4 +1,4 @@
-"""Transformers: `patch_model`, `unpatch_model`, `ComponentPeakCallback`."""
+"""Transformers: `patch_model`, `unpatch_model`, `ComponentPeakCallback`, `plan`."""
 
 from hf_longmoe.integrations.transformers.versions import check_versions
 
@@ -6,5 +6,6 @@ check_versions()  # first: with an old host the imports below fail on whatever n
 
 from hf_longmoe.integrations.transformers.callback import ComponentPeakCallback  # noqa: E402
 from hf_longmoe.integrations.transformers.patch import Patch, patch_model, unpatch_model  # noqa: E402
+from hf_longmoe.integrations.transformers.planning import plan  # noqa: E402
 
-__all__ = ["ComponentPeakCallback", "Patch", "patch_model", "unpatch_model"]
+__all__ = ["ComponentPeakCallback", "Patch", "patch_model", "plan", "unpatch_model"]

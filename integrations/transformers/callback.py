@@ -31,6 +31,8 @@ from hf_longmoe.peaks.allocator import AllocatorProbe, has_allocator
 from hf_longmoe.peaks.plot import plot_reports
 from hf_longmoe.peaks.report import merge_ranks
 from hf_longmoe.peaks.table import print_reports, shown_components
+from hf_longmoe.planner import Plan
+from hf_longmoe.planner.table import print_comparison
 from hf_longmoe.sizes import format_bytes
 
 __all__ = ["ComponentPeakCallback"]
@@ -58,19 +60,29 @@ class ComponentPeakCallback(TrainerCallback):
             The first step of the run to log; the last one of a shorter run. The optimizer has no state before step 2,
             and DDP allocates its final buckets in it.
         output_dir (`str`, *optional*): folder for the files; the Trainer's `output_dir` by default.
+        plan (`Plan`, *optional*): what was predicted for this run: after training each measured peak is printed
+            beside its prediction, and those that are off are named.
 
     Raises:
-        `ValueError`: `every` or `first` is below 1.
+        `ValueError`: `every` or `first` is below 1, or `plan` is no `Plan`.
     """
 
     report: PeakReport | None = None
     """The highest peaks of the last training run, over its measured steps and all ranks."""
 
-    def __init__(self, every: int = 10, first: int = 3, output_dir: str | os.PathLike | None = None):
+    def __init__(
+        self,
+        every: int = 10,
+        first: int = 3,
+        output_dir: str | os.PathLike | None = None,
+        plan: Plan | None = None,
+    ):
         for name, value in (("every", every), ("first", first)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of steps, 1 or more.")
-        self.every, self.first, self.output_dir = every, first, output_dir
+        if plan is not None and not isinstance(plan, Plan):
+            raise ValueError(f"plan={plan!r} must be a Plan, as hf_longmoe.plan returns it.")
+        self.every, self.first, self.output_dir, self.plan = every, first, output_dir, plan
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._disarm: Callable[[], None] = lambda: None
         self._open = contextlib.ExitStack()
@@ -139,6 +151,8 @@ class ComponentPeakCallback(TrainerCallback):
             working = format_bytes(self.report.components[nearest].working)
             cap = f"{format_bytes(caps[nearest])} and {format_bytes(beside[nearest])} that it leaves aside"
             print(f"Nearest its cap: {nearest}, {working} of {cap}.")
+        if self.plan is not None:
+            print_comparison(self.plan.scheduled if caps else self.plan.unbounded, self.report)
         folder = args.output_dir if self.output_dir is None else self.output_dir
         os.makedirs(folder, exist_ok=True)
         if any(self._steps.values()):

@@ -12,6 +12,7 @@ from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.transformers.counting import SchedulesAlone, count, small_caps
 from hf_longmoe.integrations.transformers.fake_step import two_depths
 from hf_longmoe.integrations.transformers.planning_shape import shape_of
+from hf_longmoe.names import nearest_hint
 from hf_longmoe.planner.caps import NOTHING, SMALLEST, choose, longest
 from hf_longmoe.planner.changes import Together, host_bytes, scheduled, step_moment, unbounded
 from hf_longmoe.planner.closed_forms import exchange_bytes, received_rows, resident
@@ -20,9 +21,9 @@ from hf_longmoe.planner.plan import Plan
 from hf_longmoe.planner.predict import Prediction, predict
 from hf_longmoe.planner.shape import Layout, ModelShape
 from hf_longmoe.planner.verification import Verification, compare
-from hf_longmoe.sizes import format_bytes, format_tokens, parse_bytes
+from hf_longmoe.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
 
-__all__ = ["DoesNotFit", "Planner", "plan"]
+__all__ = ["DoesNotFit", "Planner", "caps_for", "plan"]
 
 
 class DoesNotFit(ValueError):
@@ -78,6 +79,23 @@ def plan(
         longest_scheduled=None if limit is None else planner.longest(limit, chosen),
         planner=planner,
     )
+
+
+def caps_for(
+    config: PreTrainedConfig, seq_len: int | str | None, device_memory: int | str, layout: dict[str, Any]
+) -> LongMoEConfig:
+    """`LongMoEConfig.for_budget`."""
+    known = [field.name for field in dataclasses.fields(Layout)]
+    for name in layout:
+        if name not in known:
+            raise ValueError(
+                f"for_budget has no argument {name!r}.{nearest_hint(name, known)} Known: {', '.join(known)}."
+            )
+    if seq_len is None:
+        seq_len = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if seq_len is None:
+            raise ValueError("seq_len is not given, and the config has no max_position_embeddings.")
+    return plan(config, Layout(seq_len=parse_tokens(seq_len), **layout), device_memory).config
 
 
 class Planner:
