@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from hf_longmoe.planner.table import print_plan, print_verification
 
-        print_plan(found, device_memory=arguments.device_memory)
+        print_plan(found, device_memory=arguments.device_memory if caps is None else None)
         if verified is not None:
             print_verification(verified)
         if arguments.plot is not None:
@@ -133,5 +133,8 @@ def _changes(given: list[str]) -> dict[str, Any]:
         name, sign, value = text.partition("=")
         if not sign or not name:
             raise UsageError(f"--set {text}: write NAME=VALUE, e.g. --set num_hidden_layers=48")
-        changes[name] = yaml.safe_load(value)
+        try:
+            changes[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--set {text}: {value!r} is not YAML, e.g. 48, true or null") from error
     return changes

@@ -86,10 +86,12 @@ def scheduled(
     on_device = count if not held else min(count, count - held + caps.boundaries.depth + 2)
 
     def change(key: tuple[str, str], name: str, level: int) -> int:
+        if caps.optimizer is not None and key == STEP:  # see `step_moment`
+            return level
         if name == "optimizer" and caps.optimizer is not None:
-            return level if key == STEP else 0
+            return 0
         if name in ("parameters", "gradients", "optimizer"):
-            return together.kept(key, name, level, ring=ring) if key != STEP else level
+            return together.kept(key, name, level, ring=ring)
         if name == "boundaries":
             return min(level, on_device * boundary)
         if name in extra and key[1] == name:

@@ -86,15 +86,15 @@ def _through(lengths: Sequence[int], values: Sequence[int], length: int, sequenc
     """
     From counted length to counted length, and beyond the last in its direction.
 
-    A highest of several moments is a chain of lines. A parabola is told from one by its bend, which is everywhere the
-    same.
+    A highest of several moments is a chain of lines, in all tokens. A parabola, in those of a sequence, is told from
+    one by its bend, which is everywhere the same.
     """
-    bend = _curvature(lengths, values)
+    bend, tokens = _curvature(lengths, values), sequences * length
     pairs = [(at, value - bend * at * at) for at, value in zip(lengths, values, strict=True)]
-    i = next((i for i, (at, _) in enumerate(pairs[1:-1]) if length < at), len(pairs) - 2)
+    i = next((i for i, (at, _) in enumerate(pairs[1:-1]) if tokens < at), len(pairs) - 2)
     (a, u), (b, v) = pairs[max(i, 0)], pairs[max(i, 0) + 1]
     slope = (v - u) / (b - a)
-    return u - slope * a + sequences * (slope * length + bend * length * length)
+    return u + slope * (tokens - a) + bend * tokens * length
 
 
 def _curvature(lengths: Sequence[int], values: Sequence[int]) -> float:

@@ -10,7 +10,7 @@ from hf_longmoe.peaks.region import COMPONENTS
 
 __all__ = ["Change", "Prediction", "predict"]
 
-STEP = ("step", "optimizer")
+STEP = ("update", "optimizer")
 # Phase and what is at work, a component, its bytes -> bytes.
 Change = Callable[[tuple[str, str], str, int], int]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.planner.plan import Plan
+from hf_longmoe.planner.shape import Layout
 
 __all__ = ["launch_line", "python_lines"]
 
@@ -19,17 +21,18 @@ def python_lines(plan: Plan, device_memory: str | None = None) -> list[str]:
     layout = plan.layout
     lines = ["from hf_longmoe import LongMoEConfig, LongMoEPlugin, patch_model", ""]
     if device_memory is None:
-        lines[0] = lines[0].replace("import ", f"import {', '.join(_classes(plan.config))}, ")
+        lines[0] = lines[0].replace("import ", "import " + "".join(f"{name}, " for name in _classes(plan.config)))
         lines.append(f"config = {_written(plan.config)}")
     else:
-        sizes = {"world_size": 1, "ep_size": 1, "cp_size": 1, "micro_batch": 1, "checkpointing": "non-reentrant"}
-        given = "".join(f", {k}={v!r}" for k, s in sizes.items() if (v := getattr(layout, k)) != s)
+        usual = dataclasses.asdict(Layout(seq_len=layout.seq_len, world_size=layout.world_size, dtype=layout.dtype))
+        usual |= {"world_size": 1, "dtype": "bfloat16"}
+        given = "".join(f", {k}={v!r}" for k, v in dataclasses.asdict(layout).items() if v != usual[k])
         lines.append(
             f"config = LongMoEConfig.for_budget(model.config, seq_len={layout.seq_len},"
             f' device_memory="{device_memory}"{given})'
         )
     if plan.config_is_empty:
-        return [*lines, "# It fits as it is: nothing to patch."]
+        return [*lines, "# No caps: nothing to patch."]
     lines.append("patch_model(model, config)")
     if plan.config.boundaries is not None or plan.config.optimizer is not None:
         lines.append("LongMoEPlugin(config).install(trainer.accelerator)  # or a plain Accelerator, before prepare")
@@ -62,8 +65,10 @@ def _written(config: LongMoEConfig) -> str:
     return f"LongMoEConfig({', '.join(parts)})"
 
 
-def _told(part: object) -> list[str]:
-    return [name for name in ("budget", "bucket") if hasattr(part, name)]
+def _told(part: Any) -> list[str]:
+    """The sizes, and whatever is not as it is by default."""
+    usual = part._defaults
+    return [name for name in usual if name in ("budget", "bucket") or getattr(part, name) != usual[name]]
 
 
 def _variables(config: LongMoEConfig) -> Iterator[str]:

@@ -92,7 +92,7 @@ def _title(plan: Plan) -> str:
         parts.append(f"fsdp {layout.fsdp_size}")
     spread = f" ({', '.join(parts)})" if parts else ""
     return (
-        f"{shape.model_type}, {shape.parameters / 1e9:.4g} B parameters, {format_tokens(layout.seq_len)} tokens on"
+        f"{shape.model_type}, {_count(shape.parameters)} parameters, {format_tokens(layout.seq_len)} tokens on"
         f" {ranks}{spread}: predicted peaks of each rank"
     )
 
@@ -133,7 +133,11 @@ def _sentences(plan: Plan) -> Iterator[str]:
         for tokens in (plan.longest_unbounded, plan.longest_scheduled)
     ]
     yield f"The longest context that fits: {longest[0]} unbounded, {longest[1]} scheduled."
-    if plan.config_is_empty:
-        yield "No schedule is needed: no caps."
-    elif plan.scheduled.total > plan.limit:
+    if not plan.fits:
         yield "The caps given do not fit; without caps of your own, some are chosen."
+    elif plan.config_is_empty:
+        yield "No schedule is needed: no caps."
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.4g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -39,10 +39,13 @@ def config_of(model: str, *, changes: dict[str, Any] | None = None, remote_code:
         found = _read(model, remote_code)
     text = found.get_text_config()
     for name, value in (changes or {}).items():
-        if not hasattr(text, name):
+        if not hasattr(text, name) or callable(getattr(text, name)):
             hint = nearest_hint(name, text.to_dict())
             raise ValueError(f"the config of {model!r} has no field {name!r}.{hint}")
-        setattr(text, name, value)
+        try:
+            setattr(text, name, value)
+        except StrictDataclassError as error:
+            raise ValueError(f"the config of {model!r} takes no {name}={value!r} ({_reason(error)}).") from error
     layers = getattr(text, "num_hidden_layers", None)
     types = getattr(text, "layer_types", None)
     if "num_hidden_layers" in (changes or {}) and isinstance(types, list) and types and len(types) != layers:
@@ -53,6 +56,12 @@ def config_of(model: str, *, changes: dict[str, Any] | None = None, remote_code:
 def _read(model: str, remote_code: bool) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=remote_code)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{model}: its config cannot be read ({first}).") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise ValueError(f"{model}: its config cannot be read ({_reason(error)}).") from error
+
+
+def _reason(error: Exception) -> str:
+    """One line: of a field's check the last, which names the types; else the first."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = lines[-1] if isinstance(error, StrictDataclassError) else lines[0]
+    return line.strip().removesuffix(".")
