@@ -23,14 +23,15 @@ from rich.console import Console
 from benchmarks.harness import cores, measure
 from benchmarks.report import environment, missed, table
 
-# Modules by name: each has `cases(quick)`, and may have THREADS, `measure` in place of the harness's, `where()` with
-# more about the environment, and `refusal(quick)`. Only the one that is asked for is imported.
+# Modules by name: each has `cases(quick)`, and may have THREADS, `measure` and `table` in place of the common ones,
+# `where()` with more about the environment, and `refusal(quick)`. Only the one that is asked for is imported.
 BENCHMARKS = {
     "boundaries": "benchmarks.boundaries",
     "dispatch": "benchmarks.dispatch",
     "expert_parallel": "benchmarks.expert_parallel",
     "gpu": "benchmarks.gpu",
     "optimizer": "benchmarks.optimizer",
+    "planner": "benchmarks.planner",
     "ring": "benchmarks.ring",
     "vocab": "benchmarks.vocab",
 }
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.json:  # after each case: a run that is cut short keeps what it measured
             arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
-    Console(width=max(Console().width, 110)).print(table(result))
+    Console(width=max(Console().width, 110)).print(getattr(benchmark, "table", table)(result))
     complaints = [line for entry in entries.values() if entry["gate"] for line in missed(entry)]
     for line in complaints:
         print(line, file=sys.stderr)
