@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ class Verification:
                         "component": row.component,
                         "predicted_bytes": row.predicted,
                         "measured_bytes": row.measured,
-                        "difference": row.difference,
+                        "difference": row.difference if math.isfinite(row.difference) else None,
                     }
                     for row in rows
                 ]
@@ -68,20 +69,15 @@ class Verification:
         return max((row for rows in self.rows.values() for row in rows), key=lambda row: row.difference)
 
 
-def compare(predicted: Prediction, measured: PeakReport, *, totals: bool = True) -> list[Row]:
-    """
-    One row a component that holds at least a thousandth of the measured total, and one of the total.
-
-    Arguments:
-        totals: whether to compare the totals.
-    """
+def compare(predicted: Prediction, measured: PeakReport) -> list[Row]:
+    """One row a component that holds at least a thousandth of the measured total, and one of the total."""
     least = _NEGLIGIBLE * measured.total
     rows = []
     for name, part in measured.components.items():
         own = predicted.components.get(name, 0)
         if max(own, part.peak) >= least:
             rows.append(Row(name, own, part.peak))
-    return [*rows, Row("total", predicted.total, measured.total)] if totals else rows
+    return [*rows, Row("total", predicted.total, measured.total)]
 
 
 def off(rows: Sequence[Row], beyond: float) -> list[str]:

@@ -22,7 +22,9 @@ def test_a_shape_adds_up():
 def test_tokens_of_a_rank():
     layout = Layout(seq_len=1001, micro_batch=2, world_size=8, cp_size=8)
     assert layout.local_seq_len == 126 and layout.tokens == 252
-    assert layout.fsdp_size == 8 and layout.optimizer_dtype == "bfloat16" and layout.itemsize == 2
+    assert layout.fsdp_size == 8 and layout.imbalance == 1.0
+    assert Layout(seq_len=8, world_size=4, ep_size=4, imbalance=4.0).imbalance == 4.0
+    assert layout.parameter_dtype == "bfloat16" and layout.itemsize == 2
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,10 @@ def test_tokens_of_a_rank():
         (dict(seq_len=8, world_size=8, fsdp_size=16), "fsdp_size=16 does not divide world_size=8"),
         (dict(seq_len=7, world_size=8, cp_size=8), "seq_len=7 is shorter than cp_size=8.*at least 8 tokens"),
         (dict(seq_len=8, dtype="bf16"), "dtype='bf16' is unknown; choose one of bfloat16.*Did you mean 'bfloat16'"),
-        (dict(seq_len=8, optimizer_dtype="int8"), "optimizer_dtype='int8' is unknown"),
+        (dict(seq_len=8, parameter_dtype="int8"), "parameter_dtype='int8' is unknown"),
+        (dict(seq_len=8, imbalance=1.3), r"imbalance=1.3 must be from 1 \(balanced\) to ep_size=1"),
+        (dict(seq_len=8, world_size=4, ep_size=4, imbalance=0.9), "imbalance=0.9 must be from 1"),
+        (dict(seq_len=8, world_size=4, ep_size=4, imbalance=float("nan")), "imbalance=nan must be from 1"),
         (dict(seq_len=8, optimizer="loop"), "optimizer='loop' is unknown.*Did you mean 'for-loop'"),
         (dict(seq_len=8, checkpointing="on"), "checkpointing='on' is unknown"),
     ],
