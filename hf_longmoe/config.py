@@ -240,7 +240,8 @@ class LongMoEConfig:
         cls,
         config: Any,
         seq_len: int | str | None = None,
-        device_memory: int | str = "80GiB",
+        *,
+        device_memory: int | str,
         **layout: Any,
     ) -> LongMoEConfig:
         """
@@ -250,7 +251,7 @@ class LongMoEConfig:
             config (`PreTrainedConfig`): the model's.
             seq_len (`int` or `str`, *optional*): tokens of a sequence over all ranks that share it, `"1M"`; the
                 longest that the config allows if not given.
-            device_memory (`int` or `str`, defaults to `"80GiB"`): of one device.
+            device_memory (`int` or `str`): of one device, `"80GiB"`.
             layout: further fields of `Layout`: `world_size`, `ep_size`, `cp_size`, `micro_batch`, `checkpointing` ...
 
         Raises:

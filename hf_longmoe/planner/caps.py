@@ -6,17 +6,12 @@ from collections.abc import Callable, Iterator
 
 from hf_longmoe.config import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
 
-__all__ = ["NOTHING", "SMALLEST", "choose", "longest"]
+__all__ = ["NOTHING", "choose", "longest"]
 
 NOTHING = LongMoEConfig(dispatch=None, vocab=None, boundaries=None, optimizer=None)
 _MIB = 2**20
 _BUDGETS = tuple(size * _MIB for size in (256, 128, 64, 32, 16, 8, 4))
 _BUCKETS = (64 * _MIB, 16 * _MIB)
-SMALLEST = LongMoEConfig(
-    dispatch=DispatchConfig(budget=32 * _MIB),
-    vocab=VocabConfig(budget=32 * _MIB),
-    optimizer=OptimizerConfig(bucket=_BUCKETS[-1]),
-)
 
 
 def candidates() -> Iterator[LongMoEConfig]:
@@ -36,26 +31,27 @@ def candidates() -> Iterator[LongMoEConfig]:
                 )
 
 
-def choose(total: Callable[[LongMoEConfig], int | None], limit: int) -> tuple[LongMoEConfig | None, int]:
+def choose(total: Callable[[LongMoEConfig], int | None], limit: int) -> tuple[LongMoEConfig, int]:
     """
-    The first of `candidates` that fits.
+    The first of `candidates` that fits, else the one with the least total.
 
     Arguments:
         total: bytes of device memory with these caps; `None` where a cap is too small for the model.
         limit: bytes.
 
     Returns:
-        The caps, and their total; `None`, and the smallest total, if none fit.
+        The caps, and their total.
     """
-    least: int | None = None
+    least: tuple[LongMoEConfig, int] | None = None
     for caps in candidates():
         found = total(caps)
         if found is None:
             continue
         if found <= limit:
             return caps, found
-        least = found if least is None else min(least, found)
-    return None, least
+        if least is None or found < least[1]:
+            least = caps, found
+    return least
 
 
 def longest(total: Callable[[int], int], limit: int, unit: int, most: int = 2**27) -> int | None:

@@ -10,7 +10,9 @@ from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.planner.predict import Prediction
 from hf_longmoe.planner.shape import Layout, ModelShape
 
-__all__ = ["ASSUMED", "NOT_COUNTED", "Plan"]
+__all__ = ["ASSUMED", "NOT_COUNTED", "STEP", "Plan"]
+
+STEP = 256  # tokens between two lengths that are told apart
 
 ASSUMED = (
     "FSDP2 holds two layers' whole weights at a time, and in backward one layer's whole gradient twice (as computed,"
@@ -72,7 +74,7 @@ class Plan:
         if self.limit is None:
             return None
         fits = self.longest_scheduled if scheduled else self.longest_unbounded
-        unit = max(1024, self.layout.cp_size)
+        unit = max(STEP, self.layout.cp_size)
         length = (fits or 0) + unit
         return self.at(length)[scheduled].largest, length
 

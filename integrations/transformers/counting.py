@@ -85,7 +85,7 @@ class SchedulesAlone:
         """
         key = (tokens, caps.dispatch, caps.vocab)
         if key not in self._known:
-            with without_data(self._config, self._layout), rehearsal(Rehearsal(ignored_labels=0)):
+            with without_data(self._config, self._layout), rehearsal(Rehearsal(ignored_labels=1)):
                 model = fake_model(self._config, self._layout, depth=depths_of(self._config)[0], patched=caps)
                 self._known[key] = {
                     "dispatch": self._dispatch(model, tokens),

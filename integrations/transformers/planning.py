@@ -13,11 +13,11 @@ from hf_longmoe.integrations.transformers.counting import SchedulesAlone, count,
 from hf_longmoe.integrations.transformers.fake_step import two_depths
 from hf_longmoe.integrations.transformers.planning_shape import shape_of
 from hf_longmoe.names import nearest_hint
-from hf_longmoe.planner.caps import NOTHING, SMALLEST, choose, longest
+from hf_longmoe.planner.caps import NOTHING, choose, longest
 from hf_longmoe.planner.changes import Together, host_bytes, scheduled, step_moment, unbounded
 from hf_longmoe.planner.closed_forms import exchange_bytes, received_rows, resident
 from hf_longmoe.planner.counts import Counts
-from hf_longmoe.planner.plan import Plan
+from hf_longmoe.planner.plan import STEP, Plan
 from hf_longmoe.planner.predict import Prediction, predict
 from hf_longmoe.planner.shape import Layout, ModelShape
 from hf_longmoe.planner.verification import Verification, compare
@@ -63,10 +63,10 @@ def plan(
     if chosen is None and limit is None:
         chosen = planner.without_absent(LongMoEConfig())
     if chosen is None:
-        chosen, least = choose(planner.at_most, limit)
-        if chosen is None:
-            raise DoesNotFit(_refusal(planner, limit, least))
+        chosen, total = choose(planner.at_most, limit)
         chosen = planner.without_absent(chosen)
+        if total > limit:
+            raise DoesNotFit(_refusal(planner, limit, chosen))
     return Plan(
         shape=planner.shape,
         layout=layout,
@@ -192,7 +192,7 @@ class Planner:
             found = self.at_most(caps, dataclasses.replace(self.layout, seq_len=length))
             return limit + 1 if found is None else found
 
-        return longest(total, limit, unit=max(1024, self.layout.cp_size))
+        return longest(total, limit, unit=max(STEP, self.layout.cp_size))
 
     def both(self, length: int, caps: LongMoEConfig) -> tuple[Prediction, Prediction]:
         """Unbounded and scheduled (at most) at another length."""
@@ -243,15 +243,16 @@ class Planner:
         )
 
 
-def _refusal(planner: Planner, limit: int, least: int) -> str:
+def _refusal(planner: Planner, limit: int, caps: LongMoEConfig) -> str:
     """Which component, by how much, and the smallest changes that would do."""
-    layout, caps = planner.layout, planner.without_absent(SMALLEST)
-    found = planner.scheduled(caps, most=True)
+    layout, found = planner.layout, planner.scheduled(caps, most=True)
+    divided = layout.fsdp_size == layout.world_size
     would = []
     for times in (2, 4, 8, 16, 32, 64):
         ranks = times * layout.world_size
         for flag, name in (("", None), (f" --cp {times * layout.cp_size}", "cp_size")):
-            more = dict(world_size=ranks, fsdp_size=ranks) | ({name: times * layout.cp_size} if name else {})
+            more = {"world_size": ranks} | ({"fsdp_size": ranks} if divided else {})
+            more |= {name: times * layout.cp_size} if name else {}
             try:
                 wider = dataclasses.replace(layout, **more)
             except ValueError:
@@ -266,9 +267,9 @@ def _refusal(planner: Planner, limit: int, least: int) -> str:
     if length is not None:
         would.append(f"--seq-len {format_tokens(length)}")
     if not would:
-        would.append(f"--device-memory {format_bytes(least * 1.1)}")
+        would.append(f"--device-memory {format_bytes(found.total * 1.1).replace(' ', '')}")
     return (
-        f"does not fit, with every schedule and its smallest caps: {found.largest} (the largest,"
+        f"does not fit, with the caps that take least: {found.largest} (the largest,"
         f" {format_bytes(found.at_peak[found.largest])} of {format_bytes(found.total)}) by"
         f" {format_bytes(found.total - limit)} beyond the {format_bytes(limit)} that may be used; fits with"
         f" {' or '.join(would)}."
