@@ -1,6 +1,7 @@
 # Each target makes .venv by itself on first use; PYTHON chooses the interpreter that makes it.
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 2
 
 .PHONY: demo test lint format venv clean
 
@@ -17,8 +18,9 @@ venv: .venv/.installed
 demo: venv
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu_2proc.yaml examples/quickstart.py
 
+# Two workers, a file at a time; a thread each, since several ranks of one test share the cores already.
 test: venv
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: venv
 	$(BIN)/ruff check .
