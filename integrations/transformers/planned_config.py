@@ -13,6 +13,8 @@ from hf_longmoe.names import nearest_hint
 
 __all__ = ["config_of"]
 
+_READ_IF_GIVEN = ("head_dim",)  # models read it, and their configs have it only if it was given
+
 
 def config_of(model: str, *, changes: dict[str, Any] | None = None, remote_code: bool = False) -> PreTrainedConfig:
     """
@@ -39,7 +41,7 @@ def config_of(model: str, *, changes: dict[str, Any] | None = None, remote_code:
         found = _read(model, remote_code)
     text = found.get_text_config()
     for name, value in (changes or {}).items():
-        if not hasattr(text, name) or callable(getattr(text, name)):
+        if name not in _READ_IF_GIVEN and (not hasattr(text, name) or callable(getattr(text, name))):
             hint = nearest_hint(name, text.to_dict())
             raise ValueError(f"the config of {model!r} has no field {name!r}.{hint}")
         try:
