@@ -47,15 +47,19 @@ PHASES = ("resident", "forward", "recompute", "backward", "update")
 class Region:
     """One visit of a region: a new object each time that one is entered."""
 
-    __slots__ = ("capped", "component")
+    __slots__ = ("capped", "component", "part")
 
-    def __init__(self, component: str, capped: bool = True):
-        self.component, self.capped = component, capped
+    def __init__(self, component: str, capped: bool = True, part: str = ""):
+        self.component, self.capped, self.part = component, capped, part
 
     @property
     def at_work(self) -> str:
-        """The component; of what of it no cap bounds (a block's router, say) `"<component>, uncapped"`."""
-        return self.component if self.capped else f"{self.component}, uncapped"
+        """
+        The component; of a part of it that has a name, `"<component>, <part>"`; of what no cap bounds (a block's
+        router, say), `"<component>, uncapped"`.
+        """
+        part = self.part if self.capped else "uncapped"
+        return f"{self.component}, {part}" if part else self.component
 
 
 class Probe(ABC):
@@ -121,7 +125,7 @@ def innermost() -> Region | None:
     return stack[-1] if stack else None
 
 
-def push(name: str, capped: bool = True) -> Region | None:
+def push(name: str, capped: bool = True, part: str = "") -> Region | None:
     """
     Enters a region and returns what `pop` takes. For module hooks, where a `with` block does not fit.
 
@@ -131,6 +135,7 @@ def push(name: str, capped: bool = True) -> Region | None:
         name (`str`): one of `COMPONENTS`.
         capped (`bool`, defaults to `True`):
             Whether what it holds inside counts as `working`. Not so for what stands around a schedule.
+        part (`str`, defaults to `""`): of the component, where it has parts that are told apart.
 
     Raises:
         `ValueError`: `name` is none of `COMPONENTS`.
@@ -140,7 +145,7 @@ def push(name: str, capped: bool = True) -> Region | None:
     if name not in COMPONENTS:
         hint = nearest_hint(name, COMPONENTS)
         raise ValueError(f"component={name!r} is unknown; choose one of {', '.join(COMPONENTS)}.{hint}")
-    region = Region(name, capped)
+    region = Region(name, capped, part)
     _stack().append(region)
     for probe in _open:
         probe.moved(region)

@@ -78,7 +78,8 @@ def scheduled(
     """
     Arguments:
         caps: a part that is `None` is not scheduled.
-        extra: by component (`dispatch`, `vocab`) and phase: bytes beside the counted ones while it is at work.
+        extra: by what is at work (`dispatch`, a part of it, `vocab`) and phase: bytes of that component beside the
+            counted ones.
         boundary, count: bytes of one boundary; how many there are.
         ring: whether the head stays divided.
     """
@@ -94,10 +95,11 @@ def scheduled(
             return together.kept(key, name, level, ring=ring)
         if name == "boundaries":
             return min(level, on_device * boundary)
-        if name in extra and key[1] == name:
-            if name == "dispatch" and caps.dispatch is None:
-                return level + together.exchange
-            return max(0, level + extra[name].get(key[0], 0))
+        phase, at_work = key
+        if name == at_work == "dispatch" and caps.dispatch is None:
+            return level + together.exchange
+        if at_work in extra and at_work.partition(",")[0] == name:
+            return max(0, level + extra[at_work].get(phase, 0))
         return level
 
     return change

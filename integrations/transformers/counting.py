@@ -16,6 +16,7 @@ from hf_longmoe.config import DispatchConfig, LongMoEConfig, VocabConfig
 from hf_longmoe.integrations.transformers.experts import block_of, is_experts
 from hf_longmoe.integrations.transformers.fake_step import fake_model, fake_moments, without_data
 from hf_longmoe.integrations.transformers.planning_shape import depths_of
+from hf_longmoe.integrations.transformers.regions import TOKENWISE
 from hf_longmoe.peaks import StorageProbe, component
 from hf_longmoe.planner.counts import Counts
 from hf_longmoe.planner.shape import Layout, ModelShape
@@ -28,10 +29,11 @@ __all__ = ["LENGTHS", "SchedulesAlone", "count", "small_caps"]
 
 LENGTHS = (1024, 4096, 16384, 131072)
 _KEPT = (2048, 131072)  # patched: the schedules' part does not grow
-# By component, then by phase.
+# By what is at work, then by phase.
 Alone = dict[str, dict[str, int]]
 
 _PHASES = ("forward", "backward")
+_MOE = ("dispatch", f"dispatch, {TOKENWISE}")
 _ROWS = 128  # of a wave, or tokens of a tile, in a count
 
 
@@ -74,7 +76,8 @@ class SchedulesAlone:
 
     def bytes(self, tokens: int, caps: LongMoEConfig) -> Alone:
         """
-        By component (`dispatch`, `vocab`) and phase (`forward`, `backward`): the most that one call holds of it.
+        By what is at work (`dispatch`: experts; `dispatch, tokenwise`: shared experts and dense MLPs; `vocab`) and
+        phase (`forward`, `backward`): the most that one call holds of the component.
 
         Arguments:
             tokens: T, of one rank in one forward.
@@ -88,7 +91,7 @@ class SchedulesAlone:
             with without_data(self._config, self._layout), rehearsal(Rehearsal(ignored_labels=1)):
                 model = fake_model(self._config, self._layout, depth=depths_of(self._config)[0], patched=caps)
                 self._known[key] = {
-                    "dispatch": self._dispatch(model, tokens),
+                    **self._dispatch(model, tokens),
                     "vocab": self._vocab(model, tokens, caps.vocab),
                 }
         return self._known[key]
@@ -97,7 +100,7 @@ class SchedulesAlone:
         self, layout: Layout, caps: LongMoEConfig, small: LongMoEConfig, *, alone: bool, most: bool
     ) -> dict[str, dict[str, int]]:
         """
-        By component and phase: what `caps` take beyond the `small` ones of a count, in bytes (perhaps below 0).
+        By what is at work and phase: what `caps` take beyond the `small` ones of a count, in bytes (perhaps below 0).
 
         Arguments:
             layout: of the step.
@@ -110,7 +113,10 @@ class SchedulesAlone:
         facts = self._facts(caps, layout.ep_size)
         if most:
             found = {
-                "dispatch": dict.fromkeys(_PHASES, facts.dispatch(layout.tokens) if caps.dispatch else 0),
+                **{
+                    name: dict.fromkeys(_PHASES, facts.dispatch(layout.tokens) if caps.dispatch else 0)
+                    for name in _MOE
+                },
                 "vocab": dict.fromkeys(_PHASES, facts.vocab(layout.tokens) if caps.vocab else 0),
             }
         else:
@@ -152,9 +158,9 @@ class SchedulesAlone:
             torch.empty(tokens, top_k, dtype=router),
         ]
 
-    def _dispatch(self, model: PreTrainedModel, tokens: int) -> dict[str, int]:
+    def _dispatch(self, model: PreTrainedModel, tokens: int) -> Alone:
         """The largest of the kinds of modules."""
-        found, kinds = dict.fromkeys(_PHASES, 0), set()
+        found, kinds = {name: dict.fromkeys(_PHASES, 0) for name in _MOE}, set()
         for module in model.modules():
             schedule = vars(module).get("longmoe_schedule")
             kind = (type(module), tuple(tuple(p.shape) for p in module.parameters()))
@@ -167,7 +173,8 @@ class SchedulesAlone:
                 like = _like_input(module)
                 inputs = [torch.empty(tokens, like.shape[1], dtype=like.dtype)]
             high = _alone("dispatch", list(module.parameters()), inputs, module)
-            found = {phase: max(found[phase], high[phase]) for phase in _PHASES}
+            own = found[_MOE[not isinstance(schedule, LocalDispatch)]]
+            own.update((phase, max(own[phase], high[phase])) for phase in _PHASES)
         return found
 
     def _vocab(self, model: PreTrainedModel, tokens: int, caps: VocabConfig | None) -> dict[str, int]:

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-__all__ = ["plan_attention"]
+__all__ = ["plan_attention", "plan_mask"]
+
+
+def plan_mask(
+    batch_size: int, q_length: int, kv_length: int, config: PreTrainedConfig | None = None, **kwargs
+) -> torch.Tensor | None:
+    """
+    None: the kernel masks by itself. Only an indexer, which picks keys by their scores, reads a mask of its own.
+
+    Returns:
+        `[B, 1, S, S]`, or `None`.
+    """
+    if getattr(config, "index_topk", None) is None:
+        return None
+    return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
 
 
 def plan_attention(

@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.transformers.experts import is_experts
-from hf_longmoe.integrations.transformers.fake_attention import plan_attention
+from hf_longmoe.integrations.transformers.fake_attention import plan_attention, plan_mask
 from hf_longmoe.integrations.transformers.patch import patch_model
 from hf_longmoe.integrations.transformers.planning_shape import at_depth, build, depths_of
 from hf_longmoe.integrations.transformers.regions import watch
@@ -38,7 +38,7 @@ __all__ = ["ATTENTION", "fake_model", "fake_moments", "fake_step", "two_depths",
 ATTENTION = "longmoe_plan"
 _FEW = 16  # tokens a sequence of the first step, whose only use is the optimizer's state
 AttentionInterface.register(ATTENTION, plan_attention)
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(ATTENTION, plan_mask)
 
 
 def fake_step(

@@ -157,7 +157,7 @@ class Planner:
         """
         layout, caps = layout or self.layout, self.without_absent(caps)
         if caps.dispatch is None and caps.vocab is None:
-            moments, extra = self._at(self._stock, layout), {"dispatch": {}, "vocab": {}}
+            moments, extra = self._at(self._stock, layout), {}
         else:
             small, counts = self._counts(caps.dispatch is not None, caps.vocab is not None)
             moments = self._at(counts, layout)

@@ -18,6 +18,7 @@ from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.checkpoint_function import Observed, checkpoint_functions
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits
 from hf_longmoe.integrations.transformers.dispatch_modules import DispatchModule, dispatch_modules
+from hf_longmoe.integrations.transformers.experts import is_experts
 from hf_longmoe.peaks import component
 from hf_longmoe.peaks.region import made, pop, push, tag
 from hf_longmoe.peaks.storage import storages
@@ -25,7 +26,9 @@ from hf_longmoe.schedules.numerics import autocast_dtype
 from hf_longmoe.schedules.optimizer import OffloadStreamAdamW
 from hf_longmoe.schedules.vocab import beside_bytes, ring_beside_bytes
 
-__all__ = ["Watch", "watch"]
+__all__ = ["TOKENWISE", "Watch", "watch"]
+
+TOKENWISE = "tokenwise"  # the part of `dispatch` that shared experts and dense MLPs are
 
 
 class Watch:
@@ -49,8 +52,8 @@ class Watch:
         while self._undo:
             self._undo.pop()()
 
-    def _push(self, name: str, capped: bool = True) -> Any:
-        region = push(name, capped)
+    def _push(self, name: str, capped: bool = True, part: str = "") -> Any:
+        region = push(name, capped, part)
         if region is not None:
             self._regions.append(region)
         return region
@@ -67,14 +70,16 @@ class Watch:
         self._hook(module.register_forward_pre_hook(before, with_kwargs=True))
         self._hook(module.register_forward_hook(after, always_call=True))
 
-    def _bracket(self, module: nn.Module, name: str, within: str | None = None, capped: bool = True) -> None:
+    def _bracket(
+        self, module: nn.Module, name: str, within: str | None = None, capped: bool = True, part: str = ""
+    ) -> None:
         """Every forward of `module` is a region, within one of the component `within`."""
         regions: list[Any] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             if within is not None:
                 made(within, args, capped=within != name)
-            regions.append(self._push(name, capped))
+            regions.append(self._push(name, capped, part))
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
             made(name, output, capped=capped)
@@ -121,7 +126,8 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     calls = _watch_model(handle, model, optimizer)
     _watch_head(handle, model, calls)
     for part in dispatch_modules(model):
-        handle._bracket(part.module, "dispatch", part.within, part.capped)
+        tokenwise = "" if is_experts(part.module) else TOKENWISE
+        handle._bracket(part.module, "dispatch", part.within, part.capped, tokenwise)
         if part.capped:
             handle._hook(part.module.register_forward_pre_hook(partial(_note_beside_cap, handle, part)))
     for layer, place in checkpoint_functions(model):
