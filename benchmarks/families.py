@@ -163,7 +163,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4": _SLIDING | dict(type="gemma4_text", enable_moe_block=True),
     "glm4_moe": {},
     "glm4_moe_lite": dict(head_dim=None),
-    "glm4v_moe": dict(type="glm4v_moe_text", whole=dict(model_type="glm4v_moe", vision_config=_VISION)),
+    "glm4v_moe": dict(
+        type="glm4v_moe_text",
+        whole=dict(model_type="glm4v_moe", vision_config=_VISION),
+        rope_parameters=dict(
+            rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[8, 4, 4]
+        ),
+    ),
     "glm5_next": dict(
         type="glm5_next_text",
         whole=dict(model_type="glm5_next", vision_config=_VISION),

@@ -68,9 +68,23 @@ REAL: dict[str, tuple[dict[str, Any], int]] = {
         64,
     ),
 }
-# Families whose attention torch's own kernel on the CPU would do with a matrix of S x S: their real step has the fake
-# step's stand-in for it.
-STAND_IN: dict[str, str] = {}
+# Families whose attention torch's own kernel would do with a matrix of S x S on the CPU, or not at all: their real
+# step has the fake step's stand-in for a fused kernel.
+STAND_IN = {
+    **dict.fromkeys(
+        ("afmoe", "beam", "cohere2_moe", "diffusion_gemma", "exaone_moe", "gemma4", "kolibri1", "laguna", "mellum"),
+        "a sliding window",
+    ),
+    **dict.fromkeys(("muse_spark", "unlimited_ocr"), "a sliding window"),
+    **dict.fromkeys(
+        ("deepseek_v4", "flint", "gpt_oss", "granitemoe_swa", "hy_v4", "hy_v4_vl", "mimo_v2_flash"), "attention sinks"
+    ),
+    **dict.fromkeys(("inkling", "inkling2", "inkling2_loop"), "a bias by distance"),
+    **dict.fromkeys(
+        ("axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "mistral_large4", "qwen4_exp"),
+        "an indexer's choice of positions",
+    ),
+}
 # Families whose real step cannot be compared: why; measured by fake steps.
 FAKE: dict[str, str] = {}
 _BYTES, _SHARE = {"type": ["integer", "null"]}, {"type": ["number", "null"], "minimum": 0}
@@ -226,7 +240,8 @@ def _compared(model: str, layout: Layout, caps: LongMoEConfig | None) -> tuple[l
         return compare(predicted, measured), more | ({"why": FAKE[model]} if model in FAKE else {})
     attention = ATTENTION if model in STAND_IN else "sdpa"
     measured = _real(planner.config, layout, caps, attention, planner.shape.top_k)
-    return compare(predicted, measured), {"measured_by": "a real step", "attention": attention}
+    why = {"why": f"{STAND_IN[model]}: a stand-in for attention"} if model in STAND_IN else {}
+    return compare(predicted, measured), {"measured_by": "a real step", "attention": attention} | why
 
 
 def _real(
