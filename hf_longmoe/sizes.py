@@ -84,9 +84,9 @@ def parse_tokens(number: int | str, argument: str = "seq_len") -> int:
     """
     match = _SIZE.fullmatch(str(number).replace("_", "").replace(",", ""))
     if match and not isinstance(number, bool) and match[2].upper() in _TOKENS:
-        found = int(float(match[1]) * _TOKENS[match[2].upper()])
-        if found > 0:
-            return found
+        found = float(match[1]) * _TOKENS[match[2].upper()]
+        if found == int(found) and 0 < found <= 2**40:
+            return int(found)
     raise ValueError(f'{argument}={number!r} is not a number of tokens; write 65536, "64k" or "1M".')
 
 

@@ -23,7 +23,10 @@ def test_tokens_as_people_write_them(text, number):
     assert parse_tokens(text) == number
 
 
-@pytest.mark.parametrize("bad", ["", "k", "0", 0, -5, "-4k", "12 parsecs", "64KiB", "64kB", "1e3", True, None, "nan"])
+@pytest.mark.parametrize(
+    "bad",
+    ["", "k", "0", 0, -5, "1.5", "99999999999999M", "-4k", "12 parsecs", "64KiB", "64kB", "1e3", True, None, "nan"],
+)
 def test_bad_numbers_name_the_argument(bad):
     with pytest.raises(ValueError, match=r'^--seq-len=.* is not a number of tokens; write 65536, "64k" or "1M"\.$'):
         parse_tokens(bad, "--seq-len")

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 from hf_longmoe.config import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
 
-__all__ = ["NOTHING", "choose", "longest"]
+__all__ = ["MOST", "NOTHING", "choose", "longest"]
 
 NOTHING = LongMoEConfig(dispatch=None, vocab=None, boundaries=None, optimizer=None)
+MOST = 2**27  # tokens: longer sequences are not looked at
 _MIB = 2**20
 _BUDGETS = tuple(size * _MIB for size in (256, 128, 64, 32, 16, 8, 4))
 _BUCKETS = (64 * _MIB, 16 * _MIB)
@@ -54,7 +55,7 @@ def choose(total: Callable[[LongMoEConfig], int | None], limit: int) -> tuple[Lo
     return least
 
 
-def longest(total: Callable[[int], int], limit: int, unit: int, most: int = 2**27) -> int | None:
+def longest(total: Callable[[int], int], limit: int, unit: int, most: int = MOST) -> int | None:
     """
     The largest number of tokens, a multiple of `unit`, at which `total` is within `limit`.
 

@@ -44,19 +44,20 @@ class Counts:
             for name in moment.highs
         )
 
-    def at(self, length: int, sequences: int = 1) -> dict[tuple[str, str], Moment]:
+    def at(self, length: int, sequences: int = 1, sharing: int = 1) -> dict[tuple[str, str], Moment]:
         """
         The model's moments at its real depth, in bytes.
 
         Arguments:
-            length: tokens of a sequence.
+            length: tokens of a sequence on the rank.
             sequences: of one forward.
+            sharing: ranks that share a sequence: what compares all positions has so many times the rank's own.
         """
 
         def scaled(pick: Callable[[Moment], Mapping[str, int]], key: tuple[str, str]) -> dict[str, int]:
             return self._values([[pick(at[key]) if key in at else None for at in row] for row in self.moments], size)
 
-        size, found = (length, sequences), {}
+        size, found = (length, sequences, sharing), {}
         for key, moment in self.moments[-1][-1].items():
             highs = scaled(lambda at: at.highs, key)
             levels = {name: scaled(lambda at, name=name: at.levels.get(name), key) for name in moment.levels}
@@ -64,7 +65,9 @@ class Counts:
             found[key] = Moment(highs, {name: _at_most(values, highs) for name, values in levels.items()})
         return found
 
-    def _values(self, rows: Sequence[Sequence[Mapping[str, int] | None]], size: tuple[int, int]) -> dict[str, int]:
+    def _values(
+        self, rows: Sequence[Sequence[Mapping[str, int] | None]], size: tuple[int, int, int]
+    ) -> dict[str, int]:
         found, last = {}, rows[-1][-1]
         for name, largest in last.items():
             ends = [
@@ -82,7 +85,7 @@ def _at_most(values: Mapping[str, int], highs: Mapping[str, int]) -> dict[str, i
     return {name: min(value, highs[name]) for name, value in values.items()}
 
 
-def _through(lengths: Sequence[int], values: Sequence[int], length: int, sequences: int) -> float:
+def _through(lengths: Sequence[int], values: Sequence[int], length: int, sequences: int, sharing: int) -> float:
     """
     From counted length to counted length, and beyond the last in its direction.
 
@@ -94,7 +97,7 @@ def _through(lengths: Sequence[int], values: Sequence[int], length: int, sequenc
     i = next((i for i, (at, _) in enumerate(pairs[1:-1]) if tokens < at), len(pairs) - 2)
     (a, u), (b, v) = pairs[max(i, 0)], pairs[max(i, 0) + 1]
     slope = (v - u) / (b - a)
-    return u + slope * (tokens - a) + bend * tokens * length
+    return u + slope * (tokens - a) + bend * tokens * length * sharing
 
 
 def _curvature(lengths: Sequence[int], values: Sequence[int]) -> float:

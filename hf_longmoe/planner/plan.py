@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_longmoe.config import LongMoEConfig
+from hf_longmoe.planner.caps import MOST
 from hf_longmoe.planner.predict import Prediction
 from hf_longmoe.planner.shape import Layout, ModelShape
 
@@ -69,13 +70,15 @@ class Plan:
     def dies_first(self, scheduled: bool = False) -> tuple[str, int] | None:
         """
         The component that holds most at the shortest sequence that does not fit, and that length; `None` if no device
-        memory was given.
+        memory was given, or any sequence of up to `caps.MOST` tokens fits.
         """
         if self.limit is None:
             return None
         fits = self.longest_scheduled if scheduled else self.longest_unbounded
         unit = max(STEP, self.layout.cp_size)
         length = (fits or 0) + unit
+        if length > MOST:
+            return None
         return self.at(length)[scheduled].largest, length
 
     def to_dict(self) -> dict[str, Any]:

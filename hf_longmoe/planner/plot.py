@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from hf_longmoe.planner.caps import MOST
 from hf_longmoe.planner.plan import Plan
 from hf_longmoe.sizes import format_tokens
 
@@ -61,7 +62,7 @@ def plot_plan(path: str | os.PathLike, plan: Plan) -> None:
     if plan.limit is not None:
         axes.axhline(plan.limit / 2**30, color="#c0392b", linewidth=1)
         axes.annotate("device", (lengths[0], plan.limit / 2**30), color="#c0392b", va="bottom")
-        component, length = plan.dies_first()
+        component, length = plan.dies_first() or ("", MOST)
         if length <= lengths[-1]:
             axes.plot([length], [plan.limit / 2**30], "x", color="#c0392b", markersize=11, markeredgewidth=2.5)
             axes.annotate(

@@ -123,11 +123,12 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.limit is None:
         return
     limit = format_bytes(plan.limit)
-    component, length = plan.dies_first()
+    dies = plan.dies_first()
+    first = "nothing" if dies is None else f"{dies[0]}, at {format_tokens(dies[1])} tokens"
     if before.total > plan.limit:
-        yield f"Unbounded does not fit in {limit}. What dies first is {component}, at {format_tokens(length)} tokens."
+        yield f"Unbounded does not fit in {limit}. What dies first is {first}."
     else:
-        yield f"Unbounded fits in {limit}. What would die first is {component}, at {format_tokens(length)} tokens."
+        yield f"Unbounded fits in {limit}. What would die first is {first}."
     longest = [
         "none" if tokens is None else f"{format_tokens(tokens)} tokens"
         for tokens in (plan.longest_unbounded, plan.longest_scheduled)

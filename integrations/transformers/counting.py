@@ -28,13 +28,13 @@ from hf_longmoe.schedules.vocab import LogitTransform, linear_cross_entropy, til
 __all__ = ["LENGTHS", "SchedulesAlone", "count", "small_caps"]
 
 LENGTHS = (1024, 4096, 16384, 131072)
-_KEPT = (2048, 131072)  # patched: the schedules' part does not grow
+_KEPT = (4096, 32768)  # patched: the schedules' part does not grow
 # By what is at work, then by phase.
 Alone = dict[str, dict[str, int]]
 
 _PHASES = ("forward", "backward")
 _MOE = ("dispatch", f"dispatch, {TOKENWISE}")
-_ROWS = 128  # of a wave, or tokens of a tile, in a count
+_ROWS = 256  # of a wave, or tokens of a tile, in a count
 
 
 def count(
@@ -274,7 +274,7 @@ def _alone(
 
 
 def small_caps(config: PreTrainedConfig, layout: Layout) -> LongMoEConfig:
-    """Caps of which a step of a thousand tokens takes several waves and tiles: for `count`."""
+    """Caps of which a step of four thousand tokens takes several waves and tiles: for `count`."""
     with without_data(config, layout):
         model = fake_model(config, layout, depth=depths_of(config)[0], patched=_roomy())
         per_row = 0

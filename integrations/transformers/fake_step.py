@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -123,7 +124,10 @@ def without_data(config: PreTrainedConfig, layout: Layout) -> Iterator[None]:
     """
     if layout.dtype != "bfloat16":
         raise ValueError(f'dtype={layout.dtype!r}: a fake step runs in "bfloat16" only (grouped_mm, without data).')
+    meta = logging.getLogger("torch._subclasses.fake_tensor")
+    level = meta.level
     try:
+        meta.setLevel(logging.CRITICAL)  # what does not fit together is told below
         with FakeTensorMode(), _no_autocast():
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -131,6 +135,13 @@ def without_data(config: PreTrainedConfig, layout: Layout) -> Iterator[None]:
             f"config of model type {config.model_type!r}: this model cannot run without data ({error}); a fake step"
             " needs experts that go through Transformers' experts interface."
         ) from error
+    except RuntimeError as error:
+        problem = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"config of model type {config.model_type!r}: its sizes do not fit together ({problem})."
+        ) from error
+    finally:
+        meta.setLevel(level)
 
 
 def run_step(

@@ -63,8 +63,7 @@ def plan(
     if chosen is None and limit is None:
         chosen = planner.without_absent(LongMoEConfig())
     if chosen is None:
-        chosen, total = choose(planner.at_most, limit)
-        chosen = planner.without_absent(chosen)
+        chosen, total = planner.choose(limit)
         if total > limit:
             raise DoesNotFit(_refusal(planner, limit, chosen))
     return Plan(
@@ -185,6 +184,11 @@ class Planner:
         except ValueError:
             return None
 
+    def choose(self, limit: int, layout: Layout | None = None) -> tuple[LongMoEConfig, int]:
+        """Caps whose `at_most` is within `limit` bytes, and that; those that take least if none are."""
+        caps, total = choose(lambda caps: self.at_most(caps, layout), limit)
+        return self.without_absent(caps), total
+
     def longest(self, limit: int, caps: LongMoEConfig = NOTHING) -> int | None:
         """The longest sequence (over all ranks that share it) within `limit` bytes; `None` if none is."""
 
@@ -211,7 +215,7 @@ class Planner:
 
     # -- parts -------------------------------------------------------------------------------------------------------
     def _at(self, counts: Counts, layout: Layout) -> dict:
-        return counts.at(layout.local_seq_len, layout.micro_batch)
+        return counts.at(layout.local_seq_len, layout.micro_batch, layout.cp_size)
 
     def _counts(self, dispatch: bool, vocab: bool) -> tuple[LongMoEConfig, Counts]:
         key = (dispatch, vocab)
@@ -227,7 +231,7 @@ class Planner:
         shape = self.shape
         if alone:
             layout = dataclasses.replace(
-                layout, world_size=layout.ep_size, fsdp_size=1, imbalance=1.0, parameter_dtype=layout.dtype
+                layout, world_size=layout.ep_size, fsdp_size=1, cp_size=1, imbalance=1.0, parameter_dtype=layout.dtype
             )
         exchange = 0
         if layout.ep_size > 1 and not alone:

@@ -268,3 +268,16 @@ def test_the_hub_is_asked_for_the_config_alone(monkeypatch):
     with pytest.raises(ValueError, match=r"^some/model: its config cannot be read \(no such repository\)\.$"):
         config_of("some/model", remote_code=True)
     assert asked == [("some/model", {"trust_remote_code": True})]
+
+
+def test_ranks_that_share_a_sequence_are_verified_too():
+    config = AutoConfig.for_model("mixtral", **SMALL)
+    found = Planner(config, Layout(seq_len=2 * LENGTH, world_size=2, cp_size=2)).verify(CAPS)
+    assert found.worst.difference < 0.01
+
+
+def test_sizes_that_do_not_fit_together_are_one_line(capfd):
+    config = AutoConfig.for_model("mixtral", **{**SMALL, "num_key_value_heads": 3})
+    with pytest.raises(ValueError, match=r"its sizes do not fit together \(.*\)\.$"):
+        plan(config, Layout(seq_len=1024))
+    assert not capfd.readouterr().err
