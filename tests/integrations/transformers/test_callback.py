@@ -15,6 +15,7 @@ from hf_longmoe.integrations.transformers import callback as callback_module
 from hf_longmoe.peaks import PeakReport, load_reports
 from hf_longmoe.peaks.allocator import AllocatorProbe
 from hf_longmoe.peaks.schema import PEAKS_SCHEMA
+from hf_longmoe.planner import Plan, Prediction
 
 V, S = 256, 64
 
@@ -280,6 +281,42 @@ def test_a_missing_matplotlib_is_one_line(tmp_path, monkeypatch, warnings):
 def test_bad_arguments(name, value):
     with pytest.raises(ValueError, match=f"{name}=.* must be a whole number of steps, 1 or more"):
         ComponentPeakCallback(**{name: value})
+
+
+def prediction(report, **off):
+    """What was measured, but for the factors `off`."""
+    sizes = {name: round(part.peak * off.get(name, 1)) for name, part in report.components.items()}
+    return Prediction(components=sizes, total=report.total, at_peak=sizes, phase="backward", at_work="vocab")
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_peaks_beside_their_predictions(tmp_path, capsys, patched):
+    """Of a patched model those of the scheduled step, else of the unbounded."""
+    model, caps = mixtral(), LongMoEConfig(dispatch=DispatchConfig(budget="1MiB"), vocab=VocabConfig(budget="1MiB"))
+    model = patch_model(model, caps) if patched else model
+    first = ComponentPeakCallback()
+    trainer(tmp_path / "first", [first], model=model).train()
+    right, wrong = prediction(first.report), prediction(first.report, vocab=2, parameters=0.5)
+    sides = {"scheduled": wrong, "unbounded": right} if patched else {"scheduled": right, "unbounded": wrong}
+    for swap, told in (
+        (False, "Off its prediction by more than 10%: vocab below, parameters above."),
+        (True, "Every component is within 10% of its prediction."),
+    ):
+        names = reversed(sides) if swap else sides
+        both = dict(zip(names, sides.values(), strict=True))
+        planned = Plan(
+            shape=None, layout=None, config=caps, limit=None, at_most=0, planner=None,
+            longest_unbounded=None, longest_scheduled=None, **both,
+        )  # fmt: skip
+        capsys.readouterr()
+        trainer(tmp_path / "second", [ComponentPeakCallback(plan=planned)], model=model).train()
+        printed = capsys.readouterr().out
+        assert told in printed and "Predicted, and measured in this run" in printed
+
+
+def test_a_plan_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"plan='mixtral' must be a Plan, as hf_longmoe\.plan returns it"):
+        ComponentPeakCallback(plan="mixtral")
 
 
 def test_outside_of_a_trainer_it_says_so_and_does_nothing(warnings, tmp_path):
