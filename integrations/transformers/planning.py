@@ -9,9 +9,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.integrations.transformers.counting import SchedulesAlone, count, small_caps
+from hf_longmoe.integrations.transformers.counting import count, small_caps
 from hf_longmoe.integrations.transformers.fake_step import two_depths
 from hf_longmoe.integrations.transformers.planning_shape import shape_of
+from hf_longmoe.integrations.transformers.schedules_alone import SchedulesAlone
 from hf_longmoe.names import nearest_hint
 from hf_longmoe.planner.caps import NOTHING, choose, longest
 from hf_longmoe.planner.changes import Together, host_bytes, scheduled, step_moment, unbounded
