@@ -25,8 +25,8 @@ class Moment(NamedTuple):
 
     Arguments:
         highs: the highest of each.
-        levels: for each that did not stay the same, all of them when it was highest; the highest total where that was
-            so several times.
+        levels: of each, all of them when it was highest, the first time and the last. (Not when the total was: at
+            another depth or length that may be another moment, and the two have no line.)
     """
 
     highs: dict[str, int]
@@ -192,27 +192,20 @@ def _moments(
     live = dict.fromkeys(COMPONENTS, 0)
     for entry, nbytes in resident:
         live[entry.component] += nbytes
-    total = sum(live.values())
-    moments = {("resident", OTHER): Moment(dict(live), {OTHER: dict(live)})}
-    tops: dict[tuple[str, str], dict[str, tuple[int, int]]] = {}
-    lows: dict[tuple[str, str], dict[str, int]] = {}
+    moments = {("resident", OTHER): Moment(dict(live), {"all along": dict(live)})}
+    highest: dict[tuple[str, str], dict[str, int]] = {}
     for context, entry, delta in log:
         before = dict(live) if context is not None else None
         live[entry.component] += delta
-        total += delta
         if before is not None:
             key = context[1], context[0].at_work
             moment = moments.setdefault(key, Moment({}, {}))
-            top, low, now = tops.setdefault(key, {}), lows.setdefault(key, before), None
+            tops, now = highest.setdefault(key, {}), None
             for name, level in live.items():
-                low[name] = min(low[name], level)
                 moment.highs[name] = max(moment.highs.get(name, 0), level, before[name])
-                if (level, total) > top.get(name, (-1, 0)):
-                    top[name] = level, total
+                if level >= tops.get(name, 0):
                     now = now or dict(live)
-                    moment.levels[name] = now
-    for key, low in lows.items():
-        moment = moments[key]
-        for name in [name for name, level in low.items() if level == moment.highs[name] and len(moment.levels) > 1]:
-            del moment.levels[name]
+                    moment.levels[f"{name}, last"] = now
+                    if level > tops.get(name, -1):
+                        tops[name], moment.levels[f"{name}, first"] = level, now
     return moments

@@ -68,10 +68,12 @@ class Counts:
     def _values(
         self, rows: Sequence[Sequence[Mapping[str, int] | None]], size: tuple[int, int, int]
     ) -> dict[str, int]:
-        found, last = {}, rows[-1][-1]
-        for name, largest in last.items():
+        found, deepest = {}, rows[-1]
+        for name, largest in deepest[-1].items():
+            # What is not there at one depth is as at the other; at one length, as at the longest.
+            full = [largest if at is None else at.get(name, 0) for at in deepest]
             ends = [
-                _through(self.lengths, [largest if at is None else at.get(name, 0) for at in row], *size)
+                _through(self.lengths, [full[j] if at is None else at.get(name, 0) for j, at in enumerate(row)], *size)
                 for row in rows
             ]
             value = ends[0]

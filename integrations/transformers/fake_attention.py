@@ -19,7 +19,7 @@ def plan_mask(
     Returns:
         `[B, 1, S, S]`, or `None`.
     """
-    if getattr(config, "index_topk", None) is None:
+    if not any(name.startswith(("index_", "indexer_")) for name in vars(config or object)):
         return None
     return torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.transformers.experts import is_experts
@@ -202,8 +203,15 @@ def fake_model(
 def _model(
     config: PreTrainedConfig, layout: Layout, patched: LongMoEConfig | None, attention: str, fake: bool
 ) -> PreTrainedModel:
-    with no_init_weights() if fake else contextlib.nullcontext():
-        model = build(config, getattr(torch, layout.dtype), attn_implementation=attention)
+    dtype = getattr(torch, layout.dtype)
+    if fake:
+        # Without the fake mode: under it, no module's dtype can be changed, as some families do in their `__init__`.
+        with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # initialising meta tensors does nothing
+            model = build(config, dtype, attn_implementation=_of_the_text(config, attention))
+        _to_host(model)
+    else:
+        model = build(config, dtype, attn_implementation=_of_the_text(config, attention))
     model.config.use_cache = False
     if any(m.config._experts_implementation != "grouped_mm" for m in model.modules() if is_experts(m)):
         model.set_experts_implementation("grouped_mm")
@@ -215,8 +223,31 @@ def _model(
     return model
 
 
+def _of_the_text(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
+    """A vision tower keeps its own attention: no images are planned, and it may know no other."""
+    return {"text_config": attention} if config.get_text_config() is not config else attention
+
+
+def _to_host(model: PreTrainedModel) -> None:
+    """From `meta`: parameters and buffers of the same sizes, those that are shared still so."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.device.type != "meta":
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
+                    parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+                tensors[name] = made[id(tensor)]
+
+
 def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
-    model(input_ids=ids, labels=ids).loss.backward()
+    loss = model(input_ids=ids, labels=ids).loss
+    if loss is None:
+        raise ValueError(f"{type(model).__name__} gives no loss for labels: no training step of it is planned.")
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 

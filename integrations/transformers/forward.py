@@ -174,7 +174,8 @@ def _by_name(model: PreTrainedModel, args: tuple, kwargs: dict) -> dict[str, Any
 @torch.compiler.disable
 def _wants_router_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     asked = inputs.get("output_router_logits")
-    asked = model.config.output_router_logits if asked is None else asked
+    if asked is None:  # a field of the text part's, in a multimodal model
+        asked = getattr(model.config.get_text_config(), "output_router_logits", False)
     mask = inputs.get("attention_mask")
     return bool(asked) and inputs.get("return_dict") is not False and (mask is None or torch.is_tensor(mask))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,10 +114,19 @@ def depths_of(config: PreTrainedConfig) -> tuple[int, ...]:
     return depths(_kinds(_on_meta(config)))
 
 
+def _field(text: PreTrainedConfig, name: str) -> Any:
+    """Of a field that differs from layer to layer, its largest value; `None` where there is none."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # which is how such a field says so
+        values = [getattr(layer, name, None) for layer in text.per_layer_config]
+        return max((value for value in values if value is not None), default=None)
+
+
 def _require(config: PreTrainedConfig) -> PreTrainedConfig:
     text = config.get_text_config()
     for name in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"):
-        value = getattr(text, name, None)
+        value = _field(text, name)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"config of model type {text.model_type!r}: {name}={value!r} must be a positive number.")
     return text
@@ -145,9 +155,9 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     rest = [(name, p) for name, p in rest if p is not embedding.weight]
     norm = sum(p.numel() for name, p in rest if "norm" in name)
     prefix, period = periods(_kinds(model))
-    heads = text.num_attention_heads
-    plain = getattr(text, "head_dim", None) or text.hidden_size // heads
-    rope, ranked = getattr(text, "qk_rope_head_dim", None) or 0, bool(getattr(text, "kv_lora_rank", None))
+    heads = _field(text, "num_attention_heads")
+    plain = _field(text, "head_dim") or text.hidden_size // heads
+    rope, ranked = _field(text, "qk_rope_head_dim") or 0, bool(_field(text, "kv_lora_rank"))
     return ModelShape(
         model_type=text.model_type,
         hidden=text.hidden_size,
@@ -160,14 +170,14 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
         wide=tuple(sum(p.numel() for p in layer.parameters() if p.dtype == torch.float32) for layer in layers),
         largest_parameter=max(p.numel() for p in model.parameters()),
         heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=text.qk_nope_head_dim + rope if ranked else plain,
-        value_dim=text.v_head_dim if ranked else plain,
-        q_rank=(getattr(text, "q_lora_rank", None) or 0) if ranked else 0,
-        kv_rank=text.kv_lora_rank if ranked else 0,
+        kv_heads=_field(text, "num_key_value_heads") or heads,
+        head_dim=_field(text, "qk_nope_head_dim") + rope if ranked else plain,
+        value_dim=_field(text, "v_head_dim") if ranked else plain,
+        q_rank=(_field(text, "q_lora_rank") or 0) if ranked else 0,
+        kv_rank=_field(text, "kv_lora_rank") if ranked else 0,
         rope_dim=rope if ranked else 0,
         tied=tied,
-        softcap=getattr(text, "final_logit_softcapping", None) is not None,
+        softcap=_field(text, "final_logit_softcapping") is not None,
         head_bias=getattr(head, "bias", None) is not None,
         shared_width=_width(layers, "shared", text.hidden_size),
         dense_width=_dense_width(layers, text.hidden_size),
@@ -181,15 +191,15 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
 def _experts(text: PreTrainedConfig, layers: nn.ModuleList, experts: nn.Module | None, any_experts: bool) -> dict:
     if not any_experts:
         return {}
-    top_k = next((value for name in _TOP_K if isinstance(value := getattr(text, name, None), int)), None)
+    top_k = next((value for name in _TOP_K if isinstance(value := _field(text, name), int)), None)
     if top_k is None:
         raise ValueError(f"config of model type {text.model_type!r} has none of {', '.join(_TOP_K)}.")
     if experts is None:  # not by the experts interface: what the config says
         names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-        count = next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
+        count = next((value for name in names if isinstance(value := _field(text, name), int)), None)
         if count is None:
             raise ValueError(f"config of model type {text.model_type!r} has none of {', '.join(names)}.")
-        width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
+        width = _field(text, "moe_intermediate_size") or getattr(text, "intermediate_size", 0)
         return dict(experts=count, top_k=top_k, expert_width=width, standard=False)
     down = experts.down_proj
     block, _ = block_of(experts, "auto")

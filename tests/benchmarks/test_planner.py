@@ -16,9 +16,6 @@ from hf_longmoe.integrations.transformers.planning_shape import depths_of, shape
 ROOT = Path(__file__).parents[2]
 # Families whose shape the planner cannot read yet, or that have none, and how it says so.
 UNPLANNED = {
-    "diffusion_gemma": "'head_dim' is a per-layer attribute",
-    "dots3_note": "'num_attention_heads' is a per-layer attribute",
-    "gemma4": "'head_dim' is a per-layer attribute",
     "openai_privacy_filter": "there is no causal LM for it",  # it classifies tokens
 }
 
