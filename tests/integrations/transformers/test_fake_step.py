@@ -93,7 +93,8 @@ def test_two_depths_give_the_real_depth(family, checkpointing, patched):
     ran, report = two_depths(config, layout, patched=patched)
     assert ran == {"mixtral": (1, 2), "gpt_oss": (2, 4)}.get(family, (2, 3))
     real = fake_step(config, layout, patched=patched)
-    assert report.total == real.total
+    # Of waves whose sizes differ, none may be high both times: then the two lines are of others.
+    assert report.total == (real.total if patched is None else pytest.approx(real.total, rel=0.002))
     # A phase's highest total may fall between the moments at which a component is highest.
     assert report.phases == pytest.approx(real.phases, rel=0.005)
     for name, part in real.components.items():
