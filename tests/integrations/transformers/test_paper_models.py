@@ -1,4 +1,4 @@
-"""The smallest of the models of arXiv 2609.14306: what ends an unscheduled run, and that the schedules reach 1M tokens."""
+"""The smallest model of arXiv 2609.14306: what ends an unscheduled run, and that the schedules reach 1M tokens."""
 
 import dataclasses
 
