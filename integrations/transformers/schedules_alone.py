@@ -84,19 +84,16 @@ class SchedulesAlone:
         """
         facts = self._facts(caps, layout.ep_size)
         if most:
-            found = {
-                **{
-                    name: dict.fromkeys(_PHASES, facts.dispatch(layout.tokens) if caps.dispatch else 0)
-                    for name in _MOE
-                },
-                "vocab": dict.fromkeys(_PHASES, facts.vocab(layout.tokens) if caps.vocab else 0),
-            }
+            dispatch = facts.dispatch(layout.tokens) if caps.dispatch else 0
+            found = {name: dict.fromkeys(_PHASES, dispatch) for name in _MOE}
+            found["vocab"] = dict.fromkeys(_PHASES, facts.vocab(layout.tokens) if caps.vocab else 0)
         else:
             own, least = self.bytes(layout.tokens, caps), self.bytes(layout.tokens, small)
             found = {name: {phase: own[name][phase] - least[name][phase] for phase in _PHASES} for name in own}
         if layout.ep_size > 1 and not alone and caps.dispatch is not None:
-            most = layout.ep_size * layout.tokens if most else math.ceil(layout.imbalance * layout.tokens)
-            found["dispatch"] = dict.fromkeys(_PHASES, facts.dispatch(most, exchanged=True))
+            fullest = layout.ep_size if most else layout.imbalance
+            received = facts.dispatch(math.ceil(fullest * layout.tokens), exchanged=True)
+            found["dispatch"] = dict.fromkeys(_PHASES, received)
         for phases in found.values():  # an output that something saves is computed again
             phases["recompute"] = phases["forward"] if facts.runs_again else 0
         return found
