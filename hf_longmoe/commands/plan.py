@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -58,18 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     warnings.simplefilter("ignore")  # of models that are built without data
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    from hf_longmoe.integrations.transformers.planned_config import config_of
-    from hf_longmoe.integrations.transformers.planning import DoesNotFit, plan
-
+    room = "hf_longmoe.integrations.transformers"
+    config_of = importlib.import_module(f"{room}.planned_config").config_of
+    planning = importlib.import_module(f"{room}.planning")
     try:
         config = config_of(arguments.model, changes=_changes(arguments.set), remote_code=arguments.trust_remote_code)
-        found = plan(config, layout, memory, caps=caps)
-    except DoesNotFit as error:
+        found = planning.plan(config, layout, memory, caps=caps)
+        verified = found.planner.verify(found.config) if arguments.verify else None
+    except planning.DoesNotFit as error:
         print(f"hf-longmoe plan: {error}", file=sys.stderr)
         return 1
     except ValueError as error:
         raise UsageError(str(error)) from error
-    verified = found.planner.verify(found.config) if arguments.verify else None
     if arguments.plot is not None:
         from hf_longmoe.planner.plot import plot_plan
 

@@ -13,7 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_longmoe.integrations.transformers.expert_parallel import pipelined
 from hf_longmoe.integrations.transformers.experts import block_of, is_experts
 
-__all__ = ["DispatchModule", "dispatch_modules"]
+__all__ = ["TOKENWISE", "DispatchModule", "dispatch_modules"]
+
+TOKENWISE = "tokenwise"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class DispatchModule:
     within: str = "layer"
     capped: bool = True
     shares_input: bool = False
+
+    @property
+    def part(self) -> str:
+        """The part of `dispatch` that it is: `TOKENWISE` for shared experts and dense MLPs, none for experts."""
+        return "" if is_experts(self.module) else TOKENWISE
 
     def beside_cap(self, args: Any) -> int:
         """

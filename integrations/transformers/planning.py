@@ -161,7 +161,7 @@ class Planner:
         else:
             small, counts = self._counts(caps.dispatch is not None, caps.vocab is not None)
             moments = self._at(counts, layout)
-            extra = self._alone.extra(layout, caps, small, alone=alone, most=most)
+            extra = self._alone.extra(layout, caps, small, counts.lengths[0], alone=alone, most=most)
         together = self._together(layout, alone)
         boundaries = max(moment.highs.get("boundaries", 0) for moment in moments.values())
         depth = self.shape.depth

@@ -18,7 +18,6 @@ from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.checkpoint_function import Observed, checkpoint_functions
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits
 from hf_longmoe.integrations.transformers.dispatch_modules import DispatchModule, dispatch_modules
-from hf_longmoe.integrations.transformers.experts import is_experts
 from hf_longmoe.peaks import component
 from hf_longmoe.peaks.region import made, pop, push, tag
 from hf_longmoe.peaks.storage import storages
@@ -26,9 +25,7 @@ from hf_longmoe.schedules.numerics import autocast_dtype
 from hf_longmoe.schedules.optimizer import OffloadStreamAdamW
 from hf_longmoe.schedules.vocab import beside_bytes, ring_beside_bytes
 
-__all__ = ["TOKENWISE", "Watch", "watch"]
-
-TOKENWISE = "tokenwise"  # the part of `dispatch` that shared experts and dense MLPs are
+__all__ = ["Watch", "watch"]
 
 
 class Watch:
@@ -126,8 +123,7 @@ def watch(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> W
     calls = _watch_model(handle, model, optimizer)
     _watch_head(handle, model, calls)
     for part in dispatch_modules(model):
-        tokenwise = "" if is_experts(part.module) else TOKENWISE
-        handle._bracket(part.module, "dispatch", part.within, part.capped, tokenwise)
+        handle._bracket(part.module, "dispatch", part.within, part.capped, part.part)
         if part.capped:
             handle._hook(part.module.register_forward_pre_hook(partial(_note_beside_cap, handle, part)))
     for layer, place in checkpoint_functions(model):

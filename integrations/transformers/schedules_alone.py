@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_longmoe.config import LongMoEConfig, VocabConfig
+from hf_longmoe.integrations.transformers.dispatch_modules import TOKENWISE
 from hf_longmoe.integrations.transformers.experts import is_experts
 from hf_longmoe.integrations.transformers.fake_step import fake_model, without_data
 from hf_longmoe.integrations.transformers.planning_shape import depths_of
-from hf_longmoe.integrations.transformers.regions import TOKENWISE
 from hf_longmoe.integrations.transformers.schedule_facts import ScheduleFacts, facts_of, hidden_of, like_input
 from hf_longmoe.peaks import StorageProbe, component
 from hf_longmoe.planner.shape import Layout, ModelShape
@@ -69,13 +69,14 @@ class SchedulesAlone:
         return self._known[key]
 
     def extra(
-        self, layout: Layout, caps: LongMoEConfig, small: LongMoEConfig, *, alone: bool, most: bool
+        self, layout: Layout, caps: LongMoEConfig, small: LongMoEConfig, shortest: int, *, alone: bool, most: bool
     ) -> dict[str, dict[str, int]]:
         """
         By what is at work and phase: what `caps` take beyond the `small` ones of a count, in bytes (perhaps below 0).
 
         Arguments:
             layout: of the step.
+            shortest: tokens of the shortest count.
             alone: whether one rank's schedule stands for expert parallelism's.
             most: see `Planner.scheduled`.
 
@@ -88,7 +89,7 @@ class SchedulesAlone:
             found = {name: dict.fromkeys(_PHASES, dispatch) for name in _MOE}
             found["vocab"] = dict.fromkeys(_PHASES, facts.vocab(layout.tokens) if caps.vocab else 0)
         else:
-            own, least = self.bytes(layout.tokens, caps), self.bytes(layout.tokens, small)
+            own, least = self.bytes(layout.tokens, caps), self._small(layout.tokens, small, shortest)
             found = {name: {phase: own[name][phase] - least[name][phase] for phase in _PHASES} for name in own}
         if layout.ep_size > 1 and not alone and caps.dispatch is not None:
             fullest = layout.ep_size if most else layout.imbalance
@@ -97,6 +98,19 @@ class SchedulesAlone:
         for phases in found.values():  # an output that something saves is computed again
             phases["recompute"] = phases["forward"] if facts.runs_again else 0
         return found
+
+    def _small(self, tokens: int, small: LongMoEConfig, shortest: int) -> Alone:
+        """Below the shortest count on the line that the counts are on, too: there the small caps bind."""
+        if tokens >= shortest:
+            return self.bytes(tokens, small)
+        a, b = self.bytes(shortest, small), self.bytes(2 * shortest, small)
+        return {
+            name: {
+                phase: a[name][phase] - (b[name][phase] - a[name][phase]) * (shortest - tokens) // shortest
+                for phase in _PHASES
+            }
+            for name in a
+        }
 
     @cached_property
     def row_bytes(self) -> int:

@@ -30,7 +30,7 @@ def test_the_small_config_of_a_family(family):
     shape = shape_of(config)
     assert (shape.hidden, shape.experts) == (256, 8) and 1900 < shape.vocab < 2200
     assert shape.top_k == (1 if family == "zaya" else 2) and shape.expert_width >= 128
-    assert any(shape.sparse) and shape.parameters < 40e6
+    assert any(shape.sparse) and shape.parameters < 200e6
     ran = depths_of(config)
     assert ran[-1] < shape.depth or family == "mistral_large4", ran  # what was counted is less than what is predicted
 

@@ -36,4 +36,4 @@ def test_the_run_takes_what_was_predicted(tmp_path):
 def test_what_cannot_fit_is_refused_before_there_is_a_model(tmp_path):
     done = start("--output_dir", tmp_path, "--device_memory", "6MiB")
     assert done.returncode == 1 and not list(tmp_path.iterdir())
-    assert re.search(r"does not fit.*: \w+ \(.*\) by .*; fits with --device-memory \d+MiB\.$", done.stderr.strip())
+    assert re.search(r"does not fit.*: \w+ \(.*\) by .*; fits with --device-memory [\d.]+MiB\.$", done.stderr.strip())

@@ -99,7 +99,8 @@ def test_two_depths_give_the_real_depth(family, checkpointing, patched):
     assert report.phases == pytest.approx(real.phases, rel=0.005)
     for name, part in real.components.items():
         found = report.components[name]
-        assert (found.peak, found.at_peak, found.working) == (part.peak, part.at_peak, part.working), name
+        assert (found.peak, found.working) == (part.peak, part.working), name
+        assert found.at_peak == part.at_peak or patched is not None, name
         # Unpatched, each phase too. With caps and no checkpointing, what earlier layers keep for backward grows past
         # the working set of one within that phase, after the depths that were run: too low, and below the peak.
         if patched is None or checkpointing != "off":
