@@ -20,7 +20,7 @@ __all__ = ["LENGTHS", "count", "small_caps"]
 
 LENGTHS = (1024, 4096, 16384, 131072)
 _KEPT = (4096, 32768)  # patched: the schedules' part does not grow
-_ROWS = 256  # of a wave, or tokens of a tile, in a count
+_ROWS, _FEWEST = 256, 8  # of a wave, or tokens of a tile, in a count
 
 
 def count(
@@ -59,7 +59,9 @@ def small_caps(config: PreTrainedConfig, layout: Layout) -> LongMoEConfig:
                 per_row = max(per_row, schedule.bytes_per_token(module, like_input(module)))
         head = model.get_output_embeddings().weight
         vocab = tile_bytes(_ROWS, *head.shape, dtype=head.dtype, keep_logits=True, bias=True)
-    return _caps(_ROWS * per_row or 1, vocab)
+    # Half of the budget sums outputs in float32: of half the tokens of the shortest count, at most.
+    dispatch = min(_ROWS * per_row, 4 * head.shape[1] * _KEPT[0])
+    return _caps(max(dispatch, _FEWEST * per_row, 1), vocab)
 
 
 def _roomy() -> LongMoEConfig:
