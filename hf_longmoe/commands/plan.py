@@ -14,6 +14,8 @@ from hf_longmoe.sizes import parse_bytes, parse_tokens
 
 __all__ = ["add_arguments", "run"]
 
+_GATE = 0.03  # relative difference that `--verify` allows
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -92,10 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.plot is not None:
             print(f"\nPlot: {arguments.plot}")
     too_large = caps is not None and found.fits is False
-    return 1 if too_large or (verified is not None and verified.worst.difference > GATE) else 0
-
-
-GATE = 0.03
+    return 1 if too_large or (verified is not None and verified.worst.difference > _GATE) else 0
 
 
 def _given(arguments: argparse.Namespace) -> tuple[Any, int | None, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.planner.caps import MOST
+from hf_longmoe.planner.caps import MOST, NOTHING
 from hf_longmoe.planner.predict import Prediction
 from hf_longmoe.planner.shape import Layout, ModelShape
 
@@ -65,7 +65,7 @@ class Plan:
     @property
     def config_is_empty(self) -> bool:
         """Whether no schedule is on."""
-        return not any(dataclasses.asdict(self.config).values())
+        return self.config == NOTHING
 
     def dies_first(self, scheduled: bool = False) -> tuple[str, int] | None:
         """

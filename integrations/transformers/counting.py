@@ -7,10 +7,10 @@ import dataclasses
 from transformers import PreTrainedConfig
 
 from hf_longmoe.config import DispatchConfig, LongMoEConfig, VocabConfig
-from hf_longmoe.integrations.transformers.experts import block_of
+from hf_longmoe.integrations.transformers.experts import block_of, hidden_of
 from hf_longmoe.integrations.transformers.fake_step import fake_model, fake_moments, without_data
 from hf_longmoe.integrations.transformers.planning_shape import depths_of
-from hf_longmoe.integrations.transformers.schedule_facts import hidden_of, like_input
+from hf_longmoe.integrations.transformers.schedule_facts import like_input
 from hf_longmoe.planner.counts import Counts
 from hf_longmoe.planner.shape import Layout
 from hf_longmoe.schedules.dispatch import LocalDispatch, TokenTiles

@@ -17,7 +17,7 @@ from transformers.distributed.expert_parallel import (
 )
 
 from hf_longmoe.config import DispatchConfig
-from hf_longmoe.integrations.transformers.experts import block_of, is_experts
+from hf_longmoe.integrations.transformers.experts import block_of, hidden_of, is_experts
 from hf_longmoe.schedules.dispatch import PipelinedDispatch, PipelineSizes, pipeline_sizes
 from hf_longmoe.schedules.dispatch.clone import bare_clone
 from hf_longmoe.schedules.wire import GroupWire
@@ -159,7 +159,7 @@ def sizes_of(experts: nn.Module, ranks: int, config: DispatchConfig) -> Pipeline
         like = torch.empty(_local_shape(param, ranks), dtype=param.dtype, device="meta")
         clone._parameters[name] = nn.Parameter(like, requires_grad=param.requires_grad)
     block, params = block_of(clone, config.kernel)
-    hidden = clone.down_proj.shape[-1 if experts.is_transposed else -2]
+    hidden = hidden_of(clone)
     return _sizes(config, params[0].dtype, hidden, block, params, ranks)
 
 

@@ -14,12 +14,25 @@ from transformers.integrations.moe import _default_apply_gate
 from hf_longmoe.schedules.dispatch import Block, GatedMLP, LocalDispatch, ModelKernel, TokenTiles
 from hf_longmoe.schedules.numerics import autocast_dtype
 
-__all__ = ["block_of", "is_experts", "patch_experts", "patch_mlp", "replaced_schedules", "restore_forward"]
+__all__ = [
+    "block_of",
+    "hidden_of",
+    "is_experts",
+    "patch_experts",
+    "patch_mlp",
+    "replaced_schedules",
+    "restore_forward",
+]
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether `module` goes through Transformers' experts interface (`use_experts_implementation`)."""
     return hasattr(type(module), "_apply_gate") and "is_concatenated" in vars(module)
+
+
+def hidden_of(experts: nn.Module) -> int:
+    """H, from the weights: the configs' names for it differ."""
+    return experts.down_proj.shape[-1 if experts.is_transposed else -2]
 
 
 def block_of(experts: nn.Module, kernel: str) -> tuple[Block, tuple[torch.Tensor, ...]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,15 +18,14 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
-    unset_fake_temporarily,
 )
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.integrations.transformers.experts import is_experts
+from hf_longmoe.integrations.transformers.experts import hidden_of, is_experts
 from hf_longmoe.integrations.transformers.fake_attention import plan_attention, plan_mask
 from hf_longmoe.integrations.transformers.patch import patch_model
-from hf_longmoe.integrations.transformers.planning_shape import at_depth, build, depths_of
+from hf_longmoe.integrations.transformers.planning_shape import at_depth, build, depths_of, on_meta
 from hf_longmoe.integrations.transformers.regions import watch
 from hf_longmoe.peaks import PeakReport, StorageProbe
 from hf_longmoe.planner.depth import Moments, extrapolate
@@ -203,15 +201,10 @@ def fake_model(
 def _model(
     config: PreTrainedConfig, layout: Layout, patched: LongMoEConfig | None, attention: str, fake: bool
 ) -> PreTrainedModel:
-    dtype = getattr(torch, layout.dtype)
+    make = on_meta if fake else build
+    model = make(config, getattr(torch, layout.dtype), attn_implementation=_of_the_text(config, attention))
     if fake:
-        # Without the fake mode: under it, no module's dtype can be changed, as some families do in their `__init__`.
-        with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # initialising meta tensors does nothing
-            model = build(config, dtype, attn_implementation=_of_the_text(config, attention))
         _to_host(model)
-    else:
-        model = build(config, dtype, attn_implementation=_of_the_text(config, attention))
     model.config.use_cache = False
     if any(m.config._experts_implementation != "grouped_mm" for m in model.modules() if is_experts(m)):
         model.set_experts_implementation("grouped_mm")
@@ -284,8 +277,7 @@ def _balance(model: PreTrainedModel) -> None:
 def _balanced(
     schedule: LocalDispatch, experts: nn.Module, top_k: dict[nn.Module, int]
 ) -> Callable[[torch.Tensor, int], list[int]]:
-    down = experts.down_proj
-    hidden = down.shape[2 if experts.is_transposed else 1]
+    down, hidden = experts.down_proj, hidden_of(experts)
 
     def count_rows(keys: torch.Tensor, bins: int) -> list[int]:
         count, total = experts.num_experts, keys.numel()

@@ -27,6 +27,7 @@ from hf_longmoe.integrations.transformers.expert_parallel import (
 )
 from hf_longmoe.integrations.transformers.experts import (
     block_of,
+    hidden_of,
     is_experts,
     patch_experts,
     patch_mlp,
@@ -240,7 +241,7 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
 
 def _experts_note(schedule: LocalDispatch, experts: nn.Module, kernel: str) -> str:
     block, params = block_of(experts, kernel)
-    hidden = experts.down_proj.shape[-1 if experts.is_transposed else -2]
+    hidden = hidden_of(experts)
     kernel = f"the model's {experts.config._experts_implementation}"
     how = "written-out backward" if isinstance(block, GatedMLP) else kernel
     return f"{schedule.rows(_like_input(params[0], hidden), block, params)} rows at a time, {how}"

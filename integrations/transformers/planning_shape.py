@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from hf_longmoe.integrations.transformers.experts import block_of, is_experts
+from hf_longmoe.integrations.transformers.experts import block_of, hidden_of, is_experts
 from hf_longmoe.planner.depth import depths, periods
 from hf_longmoe.planner.shape import LayerParameters, ModelShape
 from hf_longmoe.schedules.dispatch import GatedMLP
 
-__all__ = ["at_depth", "build", "decoder_layers", "depths_of", "shape_of"]
+__all__ = ["at_depth", "build", "decoder_layers", "depths_of", "on_meta", "shape_of"]
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", "top_k", "moe_top_k")
 _PARTS = {
@@ -63,10 +64,14 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, **optio
         raise ValueError(f"config of model type {config.model_type!r} builds no model ({problem}).") from error
 
 
-def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    with torch.device("meta"), warnings.catch_warnings():
+def on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, **options) -> PreTrainedModel:
+    """
+    `build` without data. Outside of any fake mode: under one, no module's dtype can be changed, as some families do in
+    their `__init__`.
+    """
+    with unset_fake_temporarily(), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # initialising meta tensors does nothing
-        return build(config)
+        return build(config, dtype, **options)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -111,7 +116,7 @@ def _kinds(model: PreTrainedModel) -> list[Hashable]:
 def depths_of(config: PreTrainedConfig) -> tuple[int, ...]:
     """See `planner.depth.depths`: two depths to run, or the real one alone where the model is as shallow as that."""
     _require(config)
-    return depths(_kinds(_on_meta(config)))
+    return depths(_kinds(on_meta(config)))
 
 
 def _field(text: PreTrainedConfig, name: str) -> Any:
@@ -141,7 +146,7 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
         `ValueError`: something is missing, which the message names, or there is no causal LM for it.
     """
     text = _require(config)
-    model = _on_meta(config)
+    model = on_meta(config)
     layers, owners = decoder_layers(model), set()
     parts = []
     for layer in layers:
@@ -279,9 +284,7 @@ def _router_dtype(layers: nn.ModuleList, experts: nn.Module) -> str:
 
     handle = experts.register_forward_pre_hook(stop)
     try:
-        down = experts.down_proj
-        hidden = down.shape[2 if experts.is_transposed else 1]
-        block(torch.empty(1, 8, hidden, dtype=down.dtype, device="meta"))
+        block(torch.empty(1, 8, hidden_of(experts), dtype=experts.down_proj.dtype, device="meta"))
     except Exception:  # noqa: BLE001, S110 (a block with a call of its own)
         pass
     finally:

@@ -9,13 +9,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.integrations.transformers.experts import block_of
+from hf_longmoe.integrations.transformers.experts import block_of, hidden_of
 from hf_longmoe.planner.shape import ModelShape
 from hf_longmoe.schedules.dispatch import LocalDispatch
 from hf_longmoe.schedules.dispatch.sizes import pipeline_sizes
 from hf_longmoe.schedules.vocab import tile_bytes
 
-__all__ = ["ScheduleFacts", "facts_of", "hidden_of", "like_input"]
+__all__ = ["ScheduleFacts", "facts_of", "like_input"]
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,6 @@ def facts_of(model: PreTrainedModel, caps: LongMoEConfig, shape: ModelShape, ran
         head = model.get_output_embeddings().weight
         tiles = caps.vocab.budget, tile_bytes(1, *head.shape, dtype=head.dtype, keep_logits=shape.softcap)
     return ScheduleFacts((local, exchanged), per_token, tiles, again)
-
-
-def hidden_of(experts: nn.Module) -> int:
-    return experts.down_proj.shape[2 if experts.is_transposed else 1]
 
 
 def like_input(module: nn.Module) -> torch.Tensor:

@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_longmoe.config import LongMoEConfig, VocabConfig
 from hf_longmoe.integrations.transformers.dispatch_modules import TOKENWISE
-from hf_longmoe.integrations.transformers.experts import is_experts
+from hf_longmoe.integrations.transformers.experts import hidden_of, is_experts
 from hf_longmoe.integrations.transformers.fake_step import fake_model, without_data
 from hf_longmoe.integrations.transformers.planning_shape import depths_of
-from hf_longmoe.integrations.transformers.schedule_facts import ScheduleFacts, facts_of, hidden_of, like_input
+from hf_longmoe.integrations.transformers.schedule_facts import ScheduleFacts, facts_of, like_input
 from hf_longmoe.peaks import StorageProbe, component
 from hf_longmoe.planner.shape import Layout, ModelShape
 from hf_longmoe.schedules.dispatch import LocalDispatch
@@ -43,6 +43,7 @@ class SchedulesAlone:
 
     def __init__(self, config: PreTrainedConfig, layout: Layout, shape: ModelShape) -> None:
         self._config, self._layout, self._shape = config, layout, shape
+        self._depth = depths_of(config)[0]
         self._known: dict[Hashable, Alone] = {}
         self._told: dict[Hashable, ScheduleFacts] = {}
 
@@ -61,7 +62,7 @@ class SchedulesAlone:
         key = (tokens, caps.dispatch, caps.vocab)
         if key not in self._known:
             with without_data(self._config, self._layout), rehearsal(Rehearsal(ignored_labels=1)):
-                model = fake_model(self._config, self._layout, depth=depths_of(self._config)[0], patched=caps)
+                model = self._model(caps)
                 self._known[key] = {
                     **self._dispatch(model, tokens),
                     "vocab": self._vocab(model, tokens, caps.vocab),
@@ -117,7 +118,7 @@ class SchedulesAlone:
         """What a row more takes in the stock experts, in backward."""
         few, many = 2**12, 2**13
         with without_data(self._config, self._layout):
-            model = fake_model(self._config, self._layout, depth=depths_of(self._config)[0], patched=None)
+            model = self._model(None)
             experts = next(filter(is_experts, model.modules()))
             highs = [
                 _alone("dispatch", list(experts.parameters()), self._rows(experts, tokens), experts)["backward"]
@@ -129,9 +130,12 @@ class SchedulesAlone:
         key = (caps.dispatch, caps.vocab, ranks)
         if key not in self._told:
             with without_data(self._config, self._layout):
-                model = fake_model(self._config, self._layout, depth=depths_of(self._config)[0], patched=caps)
+                model = self._model(caps)
                 self._told[key] = facts_of(model, caps, self._shape, ranks)
         return self._told[key]
+
+    def _model(self, caps: LongMoEConfig | None) -> PreTrainedModel:
+        return fake_model(self._config, self._layout, depth=self._depth, patched=caps)
 
     def _rows(self, experts: nn.Module, tokens: int) -> list[torch.Tensor]:
         top_k, router = self._shape.top_k, getattr(torch, self._shape.router_dtype)
