@@ -12,6 +12,8 @@ _WHERE = {
     "DispatchConfig": "hf_longmoe.config",
     "LongMoEConfig": "hf_longmoe.config",
     "LongMoEPlugin": "hf_longmoe.integrations.accelerate",
+    "LongMoETrainer": "hf_longmoe.integrations.transformers",
+    "LongMoETrainerMixin": "hf_longmoe.integrations.transformers",
     "OffloadStreamAdamW": "hf_longmoe.schedules.optimizer",
     "OptimizerConfig": "hf_longmoe.config",
     "VocabConfig": "hf_longmoe.config",
@@ -27,7 +29,14 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from hf_longmoe.config import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
     from hf_longmoe.integrations.accelerate import LongMoEPlugin
-    from hf_longmoe.integrations.transformers import ComponentPeakCallback, patch_model, plan, unpatch_model
+    from hf_longmoe.integrations.transformers import (
+        ComponentPeakCallback,
+        LongMoETrainer,
+        LongMoETrainerMixin,
+        patch_model,
+        plan,
+        unpatch_model,
+    )
     from hf_longmoe.peaks import component
     from hf_longmoe.planner import Layout
     from hf_longmoe.schedules.optimizer import OffloadStreamAdamW

@@ -114,8 +114,13 @@ def _kinds(model: PreTrainedModel) -> list[Hashable]:
 
 
 def depths_of(config: PreTrainedConfig) -> tuple[int, ...]:
-    """See `planner.depth.depths`: two depths to run, or the real one alone where the model is as shallow as that."""
-    _require(config)
+    """
+    See `planner.depth.depths`: two depths to run, or the real one alone where the model is as shallow as that, or
+    where a layer reads what all blocks of layers before it left: bytes then grow with the square of the depth.
+    """
+    text = _require(config)
+    if hasattr(text, "n_layers_per_attn_res_block"):
+        return (text.num_hidden_layers,)
     return depths(_kinds(on_meta(config)))
 
 

@@ -1,0 +1,18 @@
+"""`LongMoETrainer`: a Trainer whose sharded runs share sequences over ranks, and are saved and resumed."""
+
+from __future__ import annotations
+
+from transformers import Trainer
+
+from hf_longmoe.integrations.transformers.trainer_checkpoints import TrainerCheckpoints
+from hf_longmoe.integrations.transformers.trainer_sequences import TrainerSequences
+
+__all__ = ["LongMoETrainer", "LongMoETrainerMixin"]
+
+
+class LongMoETrainerMixin(TrainerCheckpoints, TrainerSequences):
+    """For a subclass of `Trainer` (TRL's, or your own): `class MyTrainer(LongMoETrainerMixin, SFTTrainer)`."""
+
+
+class LongMoETrainer(LongMoETrainerMixin, Trainer):
+    """`transformers.Trainer`, and what `LongMoETrainerMixin` adds."""
