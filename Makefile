@@ -12,7 +12,7 @@ venv: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[cp,dev,plot]'
 	touch $@
 
 demo: venv
