@@ -1,0 +1,48 @@
+"""From a sharded checkpoint to a plain folder, as the Hub has them, in one process and without a Trainer."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import transformers
+from transformers import AutoConfig
+
+from hf_longmoe.integrations.transformers.checkpointing import DESCRIPTION, read_description
+
+__all__ = ["export"]
+
+# Beside the weights in a checkpoint; all else there is the tokenizer's, or the processor's.
+_OF_THE_RUN = {DESCRIPTION, "scheduler.pt", "trainer_state.json", "training_args.bin"}
+
+
+def export(checkpoint: str | Path, folder: str | Path) -> None:
+    """
+    Writes the model of a checkpoint of `LongMoETrainer` as `save_pretrained` does, with its tokenizer if it has one.
+
+    Needs host memory for the whole model, no process group and no accelerator. `trainer.save_model(folder)` does the
+    same of the model that is trained.
+
+    Arguments:
+        checkpoint: a folder `checkpoint-N` of a model that was sharded at load.
+        folder: to be made or written into; `from_pretrained` of stock Transformers loads it.
+
+    Raises:
+        `ValueError`: `checkpoint` is no such folder.
+    """
+    checkpoint, folder = Path(checkpoint), Path(folder)
+    if read_description(checkpoint) is None:
+        raise ValueError(
+            f"checkpoint={str(checkpoint)!r} has no {DESCRIPTION}: it is not one of a LongMoETrainer of a model sharded"
+            " at load. Stock checkpoints are plain folders already."
+        )
+    name = AutoConfig.from_pretrained(checkpoint).architectures[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        model = getattr(transformers, name).from_pretrained(checkpoint)
+    model.save_pretrained(folder)
+    for path in checkpoint.iterdir():
+        ours = path.name in _OF_THE_RUN or path.name.startswith(("rng_state", "shard-"))
+        if path.is_file() and not ours and not (folder / path.name).exists():
+            shutil.copy2(path, folder)
