@@ -1,4 +1,4 @@
-"""`LongMoEPlugin`: offloaded checkpoint boundaries and the streaming optimizer, installed on one Accelerator."""
+"""`LongMoEPlugin`: offloaded boundaries, the streaming optimizer and shared sequences, on one Accelerator."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from hf_longmoe.integrations.accelerate.boundaries import Installed, check_bound
 from hf_longmoe.integrations.accelerate.checks import check_early_gradients, check_installable, state_bytes
 from hf_longmoe.integrations.accelerate.heads import divide_heads, repatch
 from hf_longmoe.integrations.accelerate.optimizers import give_back, is_sharded, plain_of, put, tell_schedulers
+from hf_longmoe.integrations.accelerate.sequences import Sequences
 from hf_longmoe.integrations.transformers.refusals import check_launch
 from hf_longmoe.schedules.host import AcceleratorEngine, Engine, check_host_memory, has_own_memory
 from hf_longmoe.schedules.optimizer import OffloadStreamAdamW, check_adamw
@@ -40,6 +41,7 @@ class LongMoEPlugin:
       working.
     - Whenever activation checkpointing is on, or is switched on later, the inputs of checkpointed layers wait for
       backward in host memory (SCO). On a device without memory of its own there is nothing to offload.
+    - With `ParallelismConfig(cp_size=...)`, ranks that get the same batch share its sequences, see `SharedSequences`.
 
     The same object serves the Trainer (`install(trainer.accelerator)`, before `train()`), plain loops, DDP, FSDP2,
     and models that were sharded when they were loaded. `patch_model` is independent of it. It is a context manager
@@ -71,6 +73,7 @@ class LongMoEPlugin:
         self._engine = engine
         self._accelerator: Accelerator | None = None
         self._models: list[Installed] = []
+        self._sequences: Sequences | None = None
         # Accelerator.free_memory, and whoever drops an optimizer, is not to be kept from freeing its state.
         self._optimizers: list[weakref.ref[OffloadStreamAdamW]] = []
 
@@ -92,6 +95,7 @@ class LongMoEPlugin:
         if self.config.optimizer is not None and self.config.optimizer.early_gradients:
             check_early_gradients(accelerator)
             accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = _refuse_clipping
+        self._sequences = Sequences(accelerator)
         self._accelerator = accelerator
         if self._engine is None and has_own_memory(accelerator.device):
             self._engine = AcceleratorEngine(accelerator.device)
@@ -110,6 +114,7 @@ class LongMoEPlugin:
             return
         for name in ("longmoe", "prepare", "prepare_model", "clip_grad_norm_", "clip_grad_value_"):
             vars(accelerator).pop(name, None)
+        self._sequences.remove()
         while self._models:
             self._models.pop().remove()
         for streaming in self._living():
@@ -162,7 +167,7 @@ class LongMoEPlugin:
             del self._optimizers[known:]
             raise
         for model in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
-            self._install_boundaries(model)
+            self._install(model)
         for model in divided:
             repatch(model)
         tell_schedulers(self._accelerator)
@@ -171,9 +176,8 @@ class LongMoEPlugin:
     def _check(self, args: tuple) -> None:
         optimizers = [arg for arg in args if isinstance(arg, OffloadStreamAdamW)]
         for arg in args:
-            if isinstance(arg, nn.Module) and self.config.boundaries is not None:
-                for model in _transformers_models(arg):
-                    check_boundaries(model, self._of(model))
+            if isinstance(arg, nn.Module):
+                self._check_model(arg)
             elif self.config.optimizer is not None and (plain := plain_of(arg)) is not None:
                 try:
                     check_adamw(plain)
@@ -184,7 +188,13 @@ class LongMoEPlugin:
         if optimizers:
             self._check_host_memory(optimizers)
 
+    def _check_model(self, module: nn.Module) -> None:
+        self._sequences.check(models := _transformers_models(module))
+        for model in models if self.config.boundaries is not None else ():
+            check_boundaries(model, self._of(model))
+
     def _prepare_model(self, prepare_model: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        self._check_model(model)
         prepared = prepare_model(model, *args, **kwargs)
         if (
             isinstance(prepared, DistributedDataParallel)
@@ -195,7 +205,7 @@ class LongMoEPlugin:
                 "optimizer.early_gradients=True: DDP sums gradients over ranks after they would have left the device;"
                 " use FSDP2, or early_gradients=False."
             )
-        self._install_boundaries(prepared)
+        self._install(prepared)
         return prepared
 
     def _streamed(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -235,8 +245,11 @@ class LongMoEPlugin:
                 f" {format_bytes(needed)} of host memory a rank."
             )
 
-    def _install_boundaries(self, module: Any) -> None:
-        if self.config.boundaries is None or not isinstance(module, nn.Module):
+    def _install(self, module: Any) -> None:
+        if not isinstance(module, nn.Module):
+            return
+        self._sequences.share(_transformers_models(module), module)
+        if self.config.boundaries is None:
             return
         self._models = [one for one in self._models if one.model() is not None]
         for model in _transformers_models(module):

@@ -49,11 +49,13 @@ class Checkpointing:
         replay: its layers know which pass they are in, see `schedules/replay.py`. Set by `patch_model`.
         offload: their inputs wait in host memory. Set by `LongMoEPlugin`.
         exclusive: another offloading of activations is refused, since SCO was asked for.
+        shared: as `replay`, for attention over ranks that share sequences. Set by `SharedSequences`.
     """
 
     replay: bool = False
     offload: BoundaryOffload | None = None
     exclusive: bool = False
+    shared: bool = False
 
     def __reduce__(self) -> tuple:
         """Of a model that is copied, or saved whole: a plugin's is on the one model that was prepared with it."""
@@ -74,7 +76,7 @@ def wrap_checkpointing(model: PreTrainedModel, settings: Checkpointing) -> None:
     Raises:
         `ValueError`: `settings.exclusive`, and Transformers' own offloading is on; nothing is changed then.
     """
-    wanted = settings.replay or settings.exclusive
+    wanted = settings.replay or settings.exclusive or settings.shared
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if settings.exclusive:
         check_exclusive(model)
@@ -134,7 +136,7 @@ class _Wrapped:
     def __call__(self, region: Callable, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled layer's recompute is the compiler's own affair
             return self.function(region, *args, **kwargs)
-        replay, offload = self.settings.replay, self.settings.offload
+        replay, offload = self.settings.replay or self.settings.shared, self.settings.offload
         if self.settings.exclusive:
             _refuse_offload_around()
         if replay:

@@ -114,7 +114,8 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if router_loss is not None and not (training and _wants_router_loss(model, inputs)):
         router_loss = None
     if router_loss is not None:
-        router_loss.start(inputs.get("attention_mask"))
+        sequences = vars(model).get("longmoe_sequences")
+        router_loss.start(inputs.get("attention_mask"), sequences.wire if sequences and sequences.inside else None)
         inputs["output_router_logits"] = False
     try:
         output = stock(**inputs) if patch.head is None else _deferring(model, training, stock, inputs)
@@ -126,7 +127,7 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _check_first_step(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-    check_launch()
+    check_launch(training=model)
     check_shared_batch(model, inputs.get("input_ids"))
     for name in (*replaced_schedules(model), *replaced_implementations(model)):
         raise RuntimeError(_REPLACED.format(what=f"The forward of {name}"))

@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_longmoe.config import LongMoEConfig
+from hf_longmoe.integrations.ringmaster import check_ringmaster
 from hf_longmoe.schedules.wire import GroupWire
 
 __all__ = ["check_expert_dtype", "check_launch", "check_model", "check_shared_batch", "why_left_alone"]
@@ -46,11 +47,15 @@ def check_model(wrapped: nn.Module, model: PreTrainedModel, config: LongMoEConfi
     check_launch()
 
 
-def check_launch() -> None:
+def check_launch(training: PreTrainedModel | None = None) -> None:
     """
+    Arguments:
+        training: a model that is about to take its first step.
+
     Raises:
         `ValueError`: the launch, or the Accelerator that exists by now, uses DeepSpeed, Megatron-LM or FSDP1, or asks
-            for tensor, context or sequence parallelism.
+            for tensor or sequence parallelism; or for context parallelism, which the model has not got.
+        `ImportError`: context parallelism, without axolotl-ringmaster.
     """
     # Made by Accelerator() or the Trainer, perhaps not from the environment.
     state = AcceleratorState._shared_state
@@ -75,11 +80,18 @@ def check_launch() -> None:
     for kind in ("tp", "cp", "sp"):
         size = int(os.environ.get(f"PARALLELISM_CONFIG_{kind.upper()}_SIZE", "1"))
         size = size if parallel is None else getattr(parallel, f"{kind}_size")
-        if size > 1:
+        if size > 1 and kind != "cp":
             raise ValueError(
                 f"The launch asks for {kind}_size={size} (ParallelismConfig), which hf_longmoe does not take yet; set"
                 f" {kind}_size to 1."
             )
+        if size > 1:
+            check_ringmaster()
+            if training is not None and "longmoe_sequences" not in vars(training):
+                raise ValueError(
+                    f"The launch asks for cp_size={size} (ParallelismConfig), which LongMoEPlugin brings about: call"
+                    " LongMoEPlugin(config).install(accelerator) before the model is prepared, or set cp_size to 1."
+                )
 
 
 def check_expert_dtype(name: str, experts: nn.Module, sharding: DistributedConfig) -> None:

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
-from hf_longmoe.schedules.aux import RouterSums, load_balancing_loss, router_sums
+from hf_longmoe.schedules.aux import RouterSums, load_balancing_loss, router_sums, sums_over_ranks
 from hf_longmoe.schedules.replay import recall, replaying
+from hf_longmoe.schedules.wire import Wire
 
 __all__ = ["RouterLoss", "router_loss_of"]
 
@@ -36,15 +37,19 @@ class RouterLoss:
     top_k: int
     collecting: bool = False
     mask: torch.Tensor | None = None
+    ranks: Wire | None = None
     sums: list[RouterSums] = field(default_factory=list)
 
-    def start(self, attention_mask: torch.Tensor | None) -> None:
-        """From here on the routers' logits are summed; `attention_mask` `[B, S]` leaves out padding."""
-        self.sums, self.collecting = [], True
+    def start(self, attention_mask: torch.Tensor | None, ranks: Wire | None = None) -> None:
+        """
+        From here on the routers' logits are summed; `attention_mask` `[B, S]` leaves out padding. With `ranks` that
+        share sequences, the loss will be that of the whole sequences, on each of them.
+        """
+        self.sums, self.collecting, self.ranks = [], True, ranks
         self.mask = None if attention_mask is None else attention_mask.reshape(-1)
 
     def stop(self) -> None:
-        self.sums, self.mask, self.collecting = [], None, False
+        self.sums, self.mask, self.collecting, self.ranks = [], None, False, None
 
     def hook(self, router: nn.Module, args: Any, output: Any) -> None:
         # A replay must build the graph of its first pass, whatever the model is doing by then.
@@ -57,7 +62,8 @@ class RouterLoss:
                 self.sums.append(sums)
 
     def value(self) -> torch.Tensor:
-        return load_balancing_loss(self.sums, self.num_experts)
+        sums = self.sums if self.ranks is None else [sums_over_ranks(self.sums, self.ranks)]
+        return load_balancing_loss(sums, self.num_experts)
 
 
 def router_loss_of(model: PreTrainedModel) -> tuple[RouterLoss, list[nn.Module]] | None:
