@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test lint format venv clean
+.PHONY: demo test test-all lint format venv clean
 
 venv: .venv/.installed
 
@@ -21,6 +21,10 @@ demo: venv
 # Two workers, a file at a time; a thread each, since several ranks of one test share the cores already.
 test: venv
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# With the tests marked exhaustive, which `test` leaves out.
+test-all: venv
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'exhaustive or not exhaustive'
 
 lint: venv
 	$(BIN)/ruff check .

@@ -49,7 +49,7 @@ def end_together(grace: float = 10.0) -> Iterator[None]:
         lost = _LOST.search(str(error)) is not None
         text = f"{type(error).__name__}: {error}"
         if lost:
-            text = f"the connection to another rank broke, which ended without a word: was it killed? ({error})"
+            text = "the connection to another rank broke, which ended without a word; it may have been killed"
         first = told.say_first(f"rank {distributed.get_rank()}: {text}")
         if first.partition(": ")[2] == text and not lost:
             raise

@@ -1,21 +1,22 @@
 """For scripts that start runs which are meant to fail: forked ranks, a parent that is the launcher, how each ended."""
 
-import contextlib
+import ctypes
 import datetime
 import faulthandler
 import os
 import signal
 import sys
 import time
-import traceback
 
 import torch
 from torch import distributed
 
 
-def launch(work, ranks, folder, seconds=60, grace=12.0, at=None):
+def launch(work, ranks, folder, seconds=150, grace=45.0, at=None):
     """
     `work(rank)` on every rank, each a fork of this process, which has paid for the imports and holds the store.
+
+    A rank returns from here by an exception alone: no caller may catch it.
 
     Arguments:
         at: called with the pids all the while; may kill some.
@@ -31,6 +32,7 @@ def launch(work, ranks, folder, seconds=60, grace=12.0, at=None):
     for rank in range(ranks):
         pid = os.fork()
         if not pid:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # its thread is the parent's: never to be joined here
             _rank(work, rank, ranks, store.port, f"{folder}/rank{rank}.log", seconds)
         running[pid] = rank
     until = time.monotonic() + seconds
@@ -58,32 +60,19 @@ def launch(work, ranks, folder, seconds=60, grace=12.0, at=None):
 
 
 def _rank(work, rank, ranks, port, log, seconds):
-    """Ends as the interpreter would: by `os._exit` after what `atexit` and finalizers do is not what users run."""
+    """Where it fails it ends as a user's script: by an exception that nobody catches, and the interpreter's own end."""
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    code = 1
-    try:
-        faulthandler.dump_traceback_later(seconds, exit=True)
-        torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    torch.set_num_threads(1)
+    if ranks > 1:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
         os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-        os.environ.update(ACCELERATE_USE_CPU="true")
-        if ranks > 1:
-            store = distributed.TCPStore("127.0.0.1", port, ranks, is_master=False)
-            timeout = datetime.timedelta(seconds=seconds)
-            distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-        else:
-            for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                os.environ.pop(name)
-        work(rank)
-        code = 0
-    except SystemExit as error:
-        code = error.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        store = distributed.TCPStore("127.0.0.1", port, ranks, is_master=False)
+        timeout = datetime.timedelta(seconds=seconds)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    work(rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # seconds less than the interpreter's own end
