@@ -74,7 +74,7 @@ def test_a_launch_may_take_more_machines(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["launch", *more, "--machine_rank", "3", "--main_process_ip", "node0"])
     environment, arguments = environment_of(path, *more, "--machine_rank", "3", "--main_process_ip", "node0")
     assert (arguments.nproc_per_node, arguments.nnodes, arguments.node_rank) == ("8", "4", 3)
-    assert (arguments.master_addr, arguments.master_port) == ("node0", "29500")
+    assert (arguments.main_process_ip, arguments.main_process_port) == ("node0", 29500)
     assert (environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"], environment["PARALLELISM_CONFIG_CP_SIZE"]) == ("4", "8")
 
 

@@ -1,0 +1,130 @@
+"""examples/long_context_sft.py on two processes that share sequence, model and experts; and what it refuses."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parents[2]
+SEQ_LEN, STEPS = 256, 3
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Documents of some 60 to 90 tokens, so that a sequence holds several."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = [f"def function_{i}(argument):\n    return argument + {i}\n" * 4 for i in range(60)]
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    names = ("long_context_sft", "quickstart", "text")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("long_context_sft")
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def start(folder, data, *more, launch_file="cpu_2proc_cp"):
+    values = {"output_dir": folder, "dataset": data, "seq_len": SEQ_LEN, "steps": STEPS}
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", ROOT / "accelerate_configs" / f"{launch_file}.yaml"]
+    command += [ROOT / "examples" / "long_context_sft.py"]
+    command += [part for name, value in values.items() for part in (f"--{name}", value)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [str(part) for part in (*command, *more)],
+        cwd=folder,  # another folder: the example must find its helpers by itself
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=280)
+    except BaseException:  # also pytest's own time-out
+        process.terminate()  # on which the launcher ends its workers; killed, it would leave them running
+        process.communicate(timeout=30)
+        raise
+    return process.returncode, out, err
+
+
+@pytest.mark.slow
+def test_a_dry_run_has_the_losses_of_one_process_and_leaves_a_whole_model(tmp_path, data, example):
+    caps = ("--dispatch_budget", "1MiB", "--vocab_budget", "2MiB")
+    code, out, err = start(tmp_path, data, "--dtype", "float32", "--save_steps", "2", *caps)
+    assert code == 0, err[-3000:]
+    losses = [float(loss) for loss in re.findall(r"'loss': '?(\d+\.\d+)", out)]
+    assert len(losses) == STEPS and losses[-1] < losses[0]
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    blocks = example.pack(example.read_documents(str(data)), tokenizer, SEQ_LEN, STEPS, 1)
+    blocks = example.mark_documents(blocks, tokenizer.eos_token_id)
+    assert all(block["position_ids"].count(0) > 1 for block in blocks), "no sequence of several documents"
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).train()
+    # The Trainer has shuffled them: the first step is one of these, before any update.
+    with torch.no_grad():
+        wanted = [
+            stock(**{name: torch.tensor(values)[None] for name, values in block.items()}, use_cache=False).loss.item()
+            for block in blocks
+        ]
+    assert min(abs(losses[0] - loss) for loss in wanted) < 2e-3  # printed with three digits
+    assert max(wanted) - min(wanted) > 1e-2, "losses that do not tell the sequences apart"
+
+    step = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["global_step"]
+    assert step == 2 and not (tmp_path / "checkpoint-1").exists()
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
+    assert trained.num_parameters() == stock.num_parameters()
+    with torch.no_grad():
+        after = [
+            trained(**{name: torch.tensor(values)[None] for name, values in block.items()}, use_cache=False).loss
+            for block in blocks
+        ]
+    assert sum(after) < sum(wanted), "what was saved is not what was trained"
+    reports = json.loads((tmp_path / "peaks.json").read_text())["reports"]
+    assert reports["this run"]["ranks"] == 2
+
+
+@pytest.mark.slow
+def test_caps_by_the_plan_keep_the_device_memory(tmp_path, data):
+    limit = 10
+    code, out, err = start(tmp_path, data, "--device_memory", f"{limit}MiB", "--steps", "1")
+    assert code == 0, err[-3000:]
+    assert "Predicted, and measured" in out
+    total = json.loads((tmp_path / "peaks.json").read_text())["reports"]["this run"]["total"]
+    assert total < limit * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "launch_file", "said"),
+    [
+        (("--device_memory", "2MiB"), "cpu_2proc_cp", r"error: .*does not fit"),
+        ((), "cpu_1proc", r"error: Only one process; launch with .*cpu_2proc_cp\.yaml"),
+        (("--seq_len", "99k"), "cpu_2proc_cp", r"error: .* tokens of text, but 3 steps"),
+    ],
+)
+def test_refused_in_one_line_before_there_is_a_model(tmp_path, data, more, launch_file, said):
+    code, out, err = start(tmp_path, data, *more, launch_file=launch_file)
+    assert code and len(re.findall(said, err)) == 1, err[-3000:]
+    assert "it/s" not in out
+
+
+def test_documents_are_marked(example):
+    blocks = example.Dataset.from_dict({"input_ids": [[5, 6, 0, 7, 0, 0, 8, 9]], "labels": [[0] * 8]})
+    (marked,) = example.mark_documents(blocks, eos=0)
+    assert marked["position_ids"] == [0, 1, 2, 0, 1, 0, 0, 1]
+    assert marked["labels"] == [5, 6, 0, -100, 0, -100, -100, 9]
+    (whole,) = example.mark_documents(blocks, eos=None)
+    assert whole["position_ids"] == list(range(8)) and whole["labels"] == whole["input_ids"]
