@@ -1,6 +1,7 @@
 """What a user tries first: what cannot run beside the schedules is refused in one line, before anything is trained."""
 
 import re
+from importlib import metadata
 from types import MethodType
 
 import pytest
@@ -143,7 +144,6 @@ ENVIRONMENTS = {
     "Megatron-LM": (dict(ACCELERATE_USE_MEGATRON_LM="true"), "does not run under Megatron-LM"),
     "FSDP1": (dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1"), r"FSDP1 flattens parameters; use FSDP2"),
     "FSDP of no version": (dict(ACCELERATE_USE_FSDP="true"), r"use FSDP2 \(fsdp_version: 2"),
-    "cp_size": (dict(PARALLELISM_CONFIG_CP_SIZE="2"), r"asks for cp_size=2 \(ParallelismConfig\).*set cp_size to 1"),
     "sp_size": (dict(PARALLELISM_CONFIG_SP_SIZE="4"), "asks for sp_size=4"),
     "tp_size": (dict(PARALLELISM_CONFIG_TP_SIZE="2"), "asks for tp_size=2"),
 }
@@ -171,7 +171,6 @@ def test_fsdp2_is_not(build, tiny, monkeypatch):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (dict(parallelism_config=ParallelismConfig(cp_size=2)), "cp_size=2"),
         (dict(parallelism_config=ParallelismConfig(tp_size=4)), "tp_size=4"),
         (dict(parallelism_config=ParallelismConfig(sp_size=2)), "sp_size=2"),
         (dict(distributed_type=DistributedType.DEEPSPEED), "DeepSpeed"),
@@ -186,6 +185,31 @@ def test_an_accelerator_made_in_python_is_read_too(build, tiny, batch, monkeypat
     refused(message, patch_model, build("mixtral"), tiny)
     refused(message, patch_model, model, LongMoEConfig())
     assert model.longmoe.config == tiny  # still as it was
+
+
+def test_context_parallelism_that_nobody_brings_about(build, tiny, batch, monkeypatch):
+    """Without the plugin each rank would compute whole sequences, and count them `cp_size` times."""
+    model = patch_model(build("mixtral"), tiny)
+    message = r"asks for cp_size=2 \(ParallelismConfig\).*LongMoEPlugin\(config\).install.*or set cp_size to 1"
+    with monkeypatch.context() as of_the_launch:
+        of_the_launch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+        refused(message, model, **batch)
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", ParallelismConfig(cp_size=2))
+    refused(message, model, **batch)
+    patch_model(build("mixtral"), tiny)  # before there is a plugin
+
+
+def test_context_parallelism_without_ringmaster(build, tiny, monkeypatch):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    refused(
+        r"axolotl-ringmaster>=0\.2\.7.*pip install hf-longmoe\[cp\]", patch_model, build("mixtral"), kind=ImportError
+    )
+    monkeypatch.setattr(metadata, "version", lambda name: "0.2.6")
+    refused(r"which is 0\.2\.6: pip install hf-longmoe\[cp\]", patch_model, build("mixtral"), kind=ImportError)
 
 
 def test_a_parallelism_config_of_sizes_1_is_not_refused(build, tiny, batch, monkeypatch):
