@@ -28,6 +28,7 @@ from benchmarks.report import environment, missed, table
 BENCHMARKS = {
     "boundaries": "benchmarks.boundaries",
     "dispatch": "benchmarks.dispatch",
+    "end_to_end": "benchmarks.end_to_end",
     "expert_parallel": "benchmarks.expert_parallel",
     "gpu": "benchmarks.gpu",
     "optimizer": "benchmarks.optimizer",
