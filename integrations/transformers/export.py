@@ -34,8 +34,8 @@ def export(checkpoint: str | Path, folder: str | Path) -> None:
     checkpoint, folder = Path(checkpoint), Path(folder)
     if read_description(checkpoint) is None:
         raise ValueError(
-            f"checkpoint={str(checkpoint)!r} has no {DESCRIPTION}: it is not one that a LongMoETrainer has written of a"
-            " model sharded at load. Stock checkpoints are plain folders already."
+            f"checkpoint={str(checkpoint)!r} has no {DESCRIPTION}, so that it is none of a LongMoETrainer of a model"
+            " sharded at load. Stock checkpoints are plain folders already."
         )
     name = AutoConfig.from_pretrained(checkpoint).architectures[0]
     with warnings.catch_warnings():

@@ -91,7 +91,7 @@ def run(folder, name, case, resume=None):
             one.made = engine
         made.train(resume_from_checkpoint=resume)
 
-    return forked.launch(work, 2, f"{folder}/{name}.logs")
+    return forked.launch(work, 2, f"{folder}/{name}.logs", to_the_end=case.get("kind") in ("forward", "backward"))
 
 
 def files(checkpoint):

@@ -7,19 +7,20 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 import torch
 from torch import distributed
 
 
-def launch(work, ranks, folder, seconds=150, grace=45.0, at=None):
+def launch(work, ranks, folder, seconds=150, grace=45.0, at=None, to_the_end=False):
     """
     `work(rank)` on every rank, each a fork of this process, which has paid for the imports and holds the store.
 
-    A rank returns from here by an exception alone: no caller may catch it.
-
     Arguments:
         at: called with the pids all the while; may kill some.
+        to_the_end: a rank that fails ends by an exception that nobody catches and the interpreter's own end, as a
+            script does, which takes seconds of processor time. No caller may catch the exception then.
         grace: seconds that the others have once one rank has ended badly. A real launcher would end them at once: here
             they have to end by themselves.
 
@@ -33,7 +34,7 @@ def launch(work, ranks, folder, seconds=150, grace=45.0, at=None):
         pid = os.fork()
         if not pid:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # its thread is the parent's: never to be joined here
-            _rank(work, rank, ranks, store.port, f"{folder}/rank{rank}.log", seconds)
+            _rank(work, rank, ranks, store.port, f"{folder}/rank{rank}.log", seconds, to_the_end)
         running[pid] = rank
     until = time.monotonic() + seconds
     while running and time.monotonic() < until:
@@ -59,8 +60,7 @@ def launch(work, ranks, folder, seconds=150, grace=45.0, at=None):
     return [ended[rank] for rank in range(ranks)]
 
 
-def _rank(work, rank, ranks, port, log, seconds):
-    """Where it fails it ends as a user's script: by an exception that nobody catches, and the interpreter's own end."""
+def _rank(work, rank, ranks, port, log, seconds, to_the_end):
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -72,7 +72,16 @@ def _rank(work, rank, ranks, port, log, seconds):
         store = distributed.TCPStore("127.0.0.1", port, ranks, is_master=False)
         timeout = datetime.timedelta(seconds=seconds)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-    work(rank)
+    code = 0
+    try:
+        work(rank)
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        if to_the_end:
+            raise
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # seconds less than the interpreter's own end
+    os._exit(code)
