@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 from hf_longmoe.integrations.ringmaster.attention import SequenceAttention
 from hf_longmoe.integrations.ringmaster.batch import PROBLEMS, fingerprint, part_of
 from hf_longmoe.integrations.ringmaster.models import check_shareable
+from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.checkpoint_function import checkpointing_of, wrap_checkpointing
+from hf_longmoe.integrations.transformers.forward import wants_router_loss
 from hf_longmoe.schedules.wire import GroupWire
 
 __all__ = ["SharedSequences"]
@@ -88,12 +90,23 @@ class SharedSequences:
                     " label_smoothing_factor; VocabConfig(label_smoothing=...) does not.)"
                 )
             return args, kwargs
+        self._check_router_loss(causal_lm(module), inputs)
         self._check(inputs, training)
         part, packed = part_of(inputs, self.wire.rank, self.wire.size)
         runtime = CPRuntime(**{**vars(self._runtime), "varlen": packed})
         self._attention.begin(runtime)
         self.inside = True
         return (), part
+
+    def _check_router_loss(self, model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+        patch = vars(model).get("longmoe")
+        streamed = patch is not None and patch.router_loss is not None
+        if not streamed and hasattr(model, "router_aux_loss_coef") and wants_router_loss(model, inputs):
+            raise ValueError(
+                f"ParallelismConfig.cp_size={self.wire.size}: {type(model).__name__} would compute its router's"
+                " auxiliary loss of each rank's part alone; patch_model(model) has it computed of whole sequences, or"
+                " set output_router_logits=False."
+            )
 
     def _check(self, inputs: dict[str, Any], training: bool) -> None:
         """Every rank raises, or none: in training all of them are here, in evaluation perhaps this group alone."""

@@ -20,8 +20,9 @@ from hf_longmoe.integrations.transformers.experts import replaced_schedules
 from hf_longmoe.integrations.transformers.refusals import check_launch, check_shared_batch
 from hf_longmoe.integrations.transformers.ring_head import stand_in
 from hf_longmoe.peaks import component
+from hf_longmoe.schedules.wire import Wire
 
-__all__ = ["patch_forward", "restore_model_forward"]
+__all__ = ["patch_forward", "restore_model_forward", "wants_router_loss"]
 
 logger = logging.get_logger(__name__)
 _REPLACED = (
@@ -110,12 +111,12 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         _check_first_step(model, inputs or {})
     if inputs is None or inputs.get("labels") is None or not (training or not torch.is_grad_enabled()):
         return stock(*args, **kwargs)
-    router_loss = patch.router_loss
-    if router_loss is not None and not (training and _wants_router_loss(model, inputs)):
+    router_loss, ranks = patch.router_loss, _sharing(model)
+    # In evaluation the stock loss is as good, but where each rank has a part of the tokens.
+    if router_loss is not None and not ((training or ranks is not None) and wants_router_loss(model, inputs)):
         router_loss = None
     if router_loss is not None:
-        sequences = vars(model).get("longmoe_sequences")
-        router_loss.start(inputs.get("attention_mask"), sequences.wire if sequences and sequences.inside else None)
+        router_loss.start(inputs.get("attention_mask"), ranks)
         inputs["output_router_logits"] = False
     try:
         output = stock(**inputs) if patch.head is None else _deferring(model, training, stock, inputs)
@@ -173,7 +174,15 @@ def _by_name(model: PreTrainedModel, args: tuple, kwargs: dict) -> dict[str, Any
 
 
 @torch.compiler.disable
-def _wants_router_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
+def _sharing(model: PreTrainedModel) -> Wire | None:
+    """The ranks that share the sequences of this call, if they do."""
+    sequences = vars(model).get("longmoe_sequences")
+    return sequences.wire if sequences is not None and sequences.inside else None
+
+
+@torch.compiler.disable
+def wants_router_loss(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
+    """Whether this call is to add the auxiliary loss to its own."""
     asked = inputs.get("output_router_logits")
     if asked is None:  # a field of the text part's, in a multimodal model
         asked = getattr(model.config.get_text_config(), "output_router_logits", False)

@@ -68,8 +68,9 @@ class RouterLoss:
 
 def router_loss_of(model: PreTrainedModel) -> tuple[RouterLoss, list[nn.Module]] | None:
     """The auxiliary loss of a model that computes one the standard way, with its routers; else `None`."""
-    module = sys.modules[type(model).__module__]
-    if not hasattr(module, "load_balancing_loss_func"):
+    # Of all bases: FSDP2 gives a model a class of its own.
+    modules = (sys.modules.get(base.__module__) for base in type(model).__mro__)
+    if not any(hasattr(module, "load_balancing_loss_func") for module in modules):
         return None
     sizes = [getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")]
     recorders = [m._can_record_outputs.get("router_logits") for m in model.modules() if _records(m)]

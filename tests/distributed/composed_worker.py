@@ -66,13 +66,13 @@ class FirstGradients(TrainerCallback):
                 self.found[name] = grad.float().flatten().tolist()
 
 
-def data(samples, lengths):
+def data(samples, lengths, masked=True):
     generator = torch.Generator().manual_seed(1)
     rows = []
     for number in range(samples):
         ids = torch.randint(3, VOCABULARY, (lengths[number % len(lengths)],), generator=generator)
         labels = ids.clone()
-        labels[: number % 3 * 5] = -100  # of a rank's part, perhaps all
+        labels[: number % 3 * 5 * masked] = -100  # of a rank's part, perhaps all
         rows.append({"input_ids": ids, "labels": labels})
     return rows
 
@@ -113,7 +113,7 @@ def arguments(case, folder):
         max_steps=case["steps"],
         learning_rate=1e-2,
         warmup_steps=2,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type="inverse_sqrt",
         max_grad_norm=0.5,
         weight_decay=0.1,
         train_sampling_strategy="sequential",
@@ -141,7 +141,7 @@ def run(case):
     names = {key: ("ACCELERATE_" if key.startswith("USE") else "PARALLELISM_CONFIG_") + key for key in keys}
     if case.get("launch keys"):
         os.environ.update({names[key]: str(value) for key, value in keys.items()})
-    first, evaluated = FirstGradients(), data(6, (18,))
+    first, evaluated = FirstGradients(), data(6, (18,), masked=False)
     evaluated.append(evaluated[0])  # as a dataloader over ranks fills up its last batch
     try:
         trainer = (Ours if case["trainer"] == "ours" else Stock)(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import ranks
 import torch
+from sequences_loop import loop, refusals
 from torch import distributed
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,8 +59,10 @@ def batch_of(kind, seed, length):
 def stock_loss(model, batch):
     """The stock model's, without the float32 in which it computes its loss."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    output = model(**inputs, use_cache=False)
+    loss = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    aux = getattr(output, "aux_loss", None)
+    return loss if aux is None else loss + model.router_aux_loss_coef * aux
 
 
 def relative(got, want):
@@ -69,8 +72,12 @@ def relative(got, want):
 
 
 def run(case):
+    if "loop" in case:
+        return loop(case["loop"])
     rank, world, size = distributed.get_rank(), distributed.get_world_size(), case["cp"]
     group = ranks.mesh_of([list(range(at, at + size)) for at in range(0, world, size)], "cp").get_group()
+    if "refused" in case:
+        return refusals(group)
     groups = world // size
     batches = [
         [batch_of(case["batch"], 7 * step + number, case["length"] - 2 * step) for number in range(groups)]

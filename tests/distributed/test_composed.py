@@ -15,29 +15,29 @@ def case(trainer, steps, accumulation, groups=1, **options):
 
 
 ONE = {
-    "stock": case("stock", 20, 2, gradients=True),
-    "stock, short": case("stock", 3, 2, gradients=True),
-    "stock, aux": case("stock", 3, 1, aux=AUX),
+    "stock": case("stock", 20, 4, gradients=True),
+    "stock, aux": case("stock", 2, 1, aux=AUX),
     "stock, aux, accumulated": case("stock", 1, 2, aux=AUX),
-    "aux, accumulated": case("ours", 3, 2, aux=AUX, on=["dispatch"], sharded=False),
-    "aux, accumulated, not patched": case("ours", 3, 2, aux=AUX, sharded=False),
+    "plain, accumulated": case("stock", 1, 2),
+    "aux, accumulated": case("ours", 2, 2, aux=AUX, on=["dispatch"], sharded=False),
+    "aux, accumulated, not patched": case("ours", 1, 2, aux=AUX, sharded=False),
 }
-PAIRS = {", ".join(pair): case("ours", 3, 2, cp=2, on=pair) for pair in itertools.combinations(ALL, 2)}
+PAIRS = {", ".join(pair): case("ours", 2, 4, cp=2, on=pair) for pair in itertools.combinations(ALL, 2)}
 TWO = {
     **PAIRS,
-    "none": case("ours", 3, 2, cp=2),
-    "launch keys": case("ours", 3, 2, cp=2, on=ALL, gradients=True, **{"launch keys": True}),
-    "DDP": case("ours", 3, 2, cp=2, on=["dispatch", "vocab"], sharded=False),
-    "aux": case("ours", 3, 1, cp=2, on=ALL, aux=AUX),
-    "aux, accumulated": case("ours", 3, 2, cp=2, on=["dispatch"], aux=AUX),
-    "aux, data ranks": case("ours", 3, 1, groups=2, on=["dispatch"], aux=AUX),
-    "aux, data ranks, not patched": case("ours", 3, 1, groups=2, aux=AUX, sharded=False),
+    "none": case("ours", 2, 4, cp=2),
+    "launch keys": case("ours", 2, 4, cp=2, on=ALL, gradients=True, **{"launch keys": True}),
+    "DDP": case("ours", 2, 4, cp=2, on=["dispatch", "vocab"], sharded=False),
+    "aux": case("ours", 2, 1, cp=2, on=ALL, aux=AUX),
+    "aux, accumulated": case("ours", 2, 2, cp=2, on=["dispatch"], aux=AUX),
+    "aux, data ranks": case("ours", 2, 1, groups=2, on=["dispatch"], aux=AUX),
+    "aux, data ranks, not patched": case("ours", 2, 1, groups=2, aux=AUX, sharded=False),
 }
 FOUR = {
-    "cp 4": case("ours", 20, 2, cp=4, on=ALL, gradients=True),
-    "cp 2 x 2 groups": case("ours", 20, 1, groups=2, cp=2, on=ALL, gradients=True),
-    "bfloat16": case("ours", 3, 1, groups=2, cp=2, on=ALL, dtype="bfloat16"),
-    "aux": case("ours", 3, 1, groups=2, cp=2, on=ALL, aux=AUX),
+    "cp 2 x 2 groups": case("ours", 20, 2, groups=2, cp=2, on=ALL, gradients=True),
+    "cp 4": case("ours", 4, 4, cp=4, on=ALL, gradients=True),
+    "bfloat16": case("ours", 2, 2, groups=2, cp=2, on=ALL, dtype="bfloat16"),
+    "aux": case("ours", 2, 1, groups=2, cp=2, on=ALL, aux=AUX),
 }
 
 
@@ -59,10 +59,11 @@ def four(launch):
 def check(got, want, case, evaluation=True):
     """Losses at every step and in evaluation, gradients of the first, and that everything is on, and off again."""
     for rank in got:
-        assert len(set(rank["losses"])) == case["steps"] == len(want["losses"])
-        assert rank["losses"][0] == pytest.approx(want["losses"][0], rel=1e-6)
-        assert rank["losses"] == pytest.approx(want["losses"], rel=1e-4)
-        if evaluation:
+        losses = want["losses"][: case["steps"]]
+        assert len(set(losses)) == case["steps"]
+        assert rank["losses"][0] == pytest.approx(losses[0], rel=1e-6)
+        assert rank["losses"] == pytest.approx(losses, rel=1e-4)
+        if len(losses) == len(want["losses"]) and evaluation:
             assert rank["evaluation"] == pytest.approx(want["evaluation"], rel=1e-4)
         cp = case.get("cp", 1)
         assert rank["shared"] == (cp > 1) and rank["implementation"] == "sdpa"
@@ -72,6 +73,8 @@ def check(got, want, case, evaluation=True):
         if case.get("sharded", True):
             assert ("PipelinedLLEP" in schedules) == ("dispatch" in case["on"])
             assert ("vocab, ring (" in schedules) == ("vocab" in case["on"])
+        if case.get("aux") and "dispatch" in case["on"]:
+            assert "aux, sums by layer" in schedules
         if "boundaries" in case["on"]:
             assert rank["offloaded"] == 2  # of three layers; the last stays
     if case.get("gradients"):
@@ -83,18 +86,18 @@ def check(got, want, case, evaluation=True):
 
 @pytest.mark.parametrize("name", [*PAIRS, "none", "launch keys", "DDP"])
 def test_two_ranks(one, two, name):
-    check([rank[name] for rank in two], one["stock, short"], TWO[name])
+    check([rank[name] for rank in two], one["stock"], TWO[name])
 
 
-@pytest.mark.parametrize("name", ["cp 4", "cp 2 x 2 groups"])
-def test_twenty_steps_of_all_on_four_ranks(one, four, name):
+@pytest.mark.parametrize("name", ["cp 2 x 2 groups", "cp 4"])
+def test_all_at_once_on_four_ranks(one, four, name):
     check([rank[name] for rank in four], one["stock"], FOUR[name])
 
 
 def test_bfloat16(one, four):
     for rank in four:
         losses = rank["bfloat16"]["losses"]
-        assert all(map(math.isfinite, losses)) and losses == pytest.approx(one["stock, short"]["losses"], rel=0.01)
+        assert all(map(math.isfinite, losses)) and losses == pytest.approx(one["stock"]["losses"][:2], rel=0.01)
 
 
 def test_the_auxiliary_loss_is_of_whole_sequences(one, two):
@@ -103,7 +106,7 @@ def test_the_auxiliary_loss_is_of_whole_sequences(one, two):
 
 def test_the_auxiliary_loss_is_a_mean(one, two, four):
     """Over micro-batches and over data ranks, each once; at the first step against the stock Trainer's sum."""
-    plain, summed = one["stock, short"]["losses"][0], one["stock, aux, accumulated"]["losses"][0]
+    plain, summed = one["plain, accumulated"]["losses"][0], one["stock, aux, accumulated"]["losses"][0]
     for name in ("aux, accumulated", "aux, accumulated, not patched"):
         first = one[name]["losses"][0]
         assert summed - plain > 0.1 and first - plain == pytest.approx((summed - plain) / 2, rel=1e-4)
