@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from accelerate import Accelerator
@@ -23,7 +24,8 @@ class Sequences:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator, self._before, self._models = accelerator, accelerator.parallelism_config, []
+        self._accelerator, self._before = accelerator, accelerator.parallelism_config
+        self._models: list[weakref.ref[PreTrainedModel]] = []
         self.size = 1 if self._before is None else self._before.cp_size
         if self.size == 1:
             return
@@ -57,12 +59,13 @@ class Sequences:
             if "longmoe_sequences" not in vars(model):
                 group = self._accelerator.torch_device_mesh["cp"].get_group()
                 SharedSequences(model, group, _entered(module, model))
-                self._models.append(model)
+                self._models.append(weakref.ref(model))
 
     def remove(self) -> None:
         while self._models:
-            model = self._models.pop()
-            model.longmoe_sequences.remove(model)
+            model = self._models.pop()()
+            if model is not None and "longmoe_sequences" in vars(model):
+                model.longmoe_sequences.remove(model)
         if self.size > 1:
             self._accelerator.state.parallelism_config = self._before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class SharedSequences:
         config = RingmasterConfig(group.size(), Backend.ULYSSES, ulysses_size=group.size(), ring_size=1)
         self._runtime = CPRuntime(config, ulysses_group=group, cp_group=group)
         self._attention = SequenceAttention(model.config._attn_implementation)
+        weakref.finalize(model, self._attention.close)
         model.set_attn_implementation(self._attention.name)
         entered = model if entered is None else entered
         self._handles = [
@@ -72,6 +74,10 @@ class SharedSequences:
         self._attention.close()
         del model.longmoe_sequences
         self._know_replay(model, False)
+
+    def __deepcopy__(self, memo: dict) -> SharedSequences:
+        """A copy of the model is shared by the same ranks."""
+        return self
 
     def _know_replay(self, model: PreTrainedModel, on: bool) -> None:
         settings = checkpointing_of(model)
@@ -125,7 +131,7 @@ class SharedSequences:
                 raise ValueError(
                     f"Ranks {ranks} share their sequences (ParallelismConfig.cp_size={len(ranks)}) but were given"
                     " different batches; prepare the dataloader with the same Accelerator, which gives all of them the"
-                    " same one."
+                    " same one (for an iterable dataset with DataLoaderConfiguration(dispatch_batches=False))."
                 )
 
     @torch.compiler.disable

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from accelerate.utils import ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
 from torch import nn
 
 from hf_longmoe.integrations.ringmaster import check_ringmaster
@@ -24,6 +24,7 @@ class TrainerSequences:
     - `ParallelismConfig(cp_size=...)`, of `TrainingArguments` or of the launch, is left to `LongMoEPlugin`, which has
       the ranks share their sequences. The Trainer's own counts are right then: `num_items_in_batch` is the number of
       labels of all groups and micro-batches of a step, each once, and the loss that it logs is the mean over them.
+      Iterable datasets are read by each rank, as with `dispatch_batches=False`.
     - The router's auxiliary loss weighs `router_aux_loss_coef` in each step: times the mean, over the data ranks
       (groups of ranks that share sequences are one) and over the step's micro-batches, of what each batch gives. The
       stock Trainer multiplies it by the number of data ranks, where `average_tokens_across_devices` is on, and adds it
@@ -44,6 +45,7 @@ class TrainerSequences:
             check_ringmaster()
             args["parallelism_config"] = config = ContextParallelismConfig.of(config)
             config.check_world(self.args.world_size)
+            _read_by_each(args.get("dataloader_config"))
         return args
 
     def compute_loss(
@@ -104,6 +106,17 @@ class TrainerSequences:
         state = self.accelerator.gradient_state
         ends = state.end_of_dataloader and state.remainder > 0
         return gathered[: state.remainder] if ends else gathered
+
+
+def _read_by_each(loader: DataLoaderConfiguration | None) -> None:
+    """Accelerate's dispatching, its default for iterable datasets, would give each rank of a group another batch."""
+    if loader is not None and loader.dispatch_batches:
+        raise ValueError(
+            "accelerator_config: dispatch_batches=True gives ranks that share sequences (ParallelismConfig.cp_size)"
+            " different batches; leave it out, or set it to False."
+        )
+    if loader is not None:
+        loader.dispatch_batches = False
 
 
 @contextlib.contextmanager

@@ -77,6 +77,14 @@ def data(samples, lengths, masked=True):
     return rows
 
 
+class Streamed(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
 def build(case, folder):
     """The same model in every launch, stock and whole or sharded over all ranks."""
     if distributed.get_rank() == 0:
@@ -141,13 +149,14 @@ def run(case):
     names = {key: ("ACCELERATE_" if key.startswith("USE") else "PARALLELISM_CONFIG_") + key for key in keys}
     if case.get("launch keys"):
         os.environ.update({names[key]: str(value) for key, value in keys.items()})
+    rows = data(case["samples"], (20, 23, 17, 22))
     first, evaluated = FirstGradients(), data(6, (18,), masked=False)
     evaluated.append(evaluated[0])  # as a dataloader over ranks fills up its last batch
     try:
         trainer = (Ours if case["trainer"] == "ours" else Stock)(
             model=model,
             args=arguments(case, folder[0]),
-            train_dataset=data(case["samples"], (20, 23, 17, 22)),
+            train_dataset=Streamed(rows) if case.get("streamed") else rows,
             eval_dataset=evaluated,
             callbacks=[first],
         )

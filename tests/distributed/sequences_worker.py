@@ -1,5 +1,6 @@
 """Run by test_sequences.py: one model whose ranks share sequences against the stock model of one process, fp64."""
 
+import copy
 import importlib.util
 from pathlib import Path
 
@@ -113,6 +114,9 @@ def run(case):
         found["alone"] = relative(model(**alone).logits, reference(**alone).logits)
         options = {"max_new_tokens": 3, "do_sample": False, "use_cache": True, "pad_token_id": 0}
         found["generated"] = torch.equal(model.generate(**alone, **options), reference.generate(**alone, **options))
+        copied = copy.deepcopy(model)
+        found["evaluation"] = max(found["evaluation"], relative(copied(**own[0]).loss, stock_loss(reference, own[0])))
+        found["saved"] = "longmoe" in model.config.to_json_string()
         shared.remove(model)
         found["removed"] = relative(model(**own[0]).loss, stock_loss(reference, own[0]))
     found["implementation"] = model.config._attn_implementation

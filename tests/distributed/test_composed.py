@@ -37,7 +37,7 @@ FOUR = {
     "cp 2 x 2 groups": case("ours", 20, 2, groups=2, cp=2, on=ALL, gradients=True),
     "cp 4": case("ours", 4, 4, cp=4, on=ALL, gradients=True),
     "bfloat16": case("ours", 2, 2, groups=2, cp=2, on=ALL, dtype="bfloat16"),
-    "aux": case("ours", 2, 1, groups=2, cp=2, on=ALL, aux=AUX),
+    "aux": case("ours", 2, 1, groups=2, cp=2, on=ALL, aux=AUX, streamed=True),
 }
 
 
@@ -92,6 +92,12 @@ def test_two_ranks(one, two, name):
 @pytest.mark.parametrize("name", ["cp 2 x 2 groups", "cp 4"])
 def test_all_at_once_on_four_ranks(one, four, name):
     check([rank[name] for rank in four], one["stock"], FOUR[name])
+
+
+@pytest.mark.exhaustive
+def test_twenty_steps_of_one_group_of_four(one, launch):
+    case = {**FOUR["cp 4"], "steps": 20, "samples": 80}
+    check([rank["long"] for rank in launch("composed_worker.py", 4, {"long": case}, timeout=600)], one["stock"], case)
 
 
 def test_bfloat16(one, four):

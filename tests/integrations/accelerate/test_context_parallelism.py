@@ -3,7 +3,7 @@
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import ParallelismConfig
+from accelerate.utils import DataLoaderConfiguration, ParallelismConfig
 
 from hf_longmoe import LongMoEPlugin
 from hf_longmoe.integrations.accelerate import ContextParallelismConfig
@@ -51,6 +51,12 @@ def test_the_trainer_takes_it_of_its_arguments_or_of_the_launch(monkeypatch):
     assert type(taken) is ContextParallelismConfig and type(config) is ParallelismConfig
     with pytest.raises(ValueError, match=r"is 2, but there are 4 processes \(dp_shard_size=2 fits\)"):
         Ours()._build_accelerator_args(parallelism_config=ParallelismConfig(cp_size=2))
+    loader = DataLoaderConfiguration()
+    Ours()._build_accelerator_args(parallelism_config=config, dataloader_config=loader)
+    assert loader.dispatch_batches is False
+    loader.dispatch_batches = True
+    with pytest.raises(ValueError, match="dispatch_batches=True gives ranks that share sequences"):
+        Ours()._build_accelerator_args(parallelism_config=config, dataloader_config=loader)
     other = ParallelismConfig(dp_shard_size=4)
     assert Ours()._build_accelerator_args(parallelism_config=other)["parallelism_config"] is other
     assert Ours()._build_accelerator_args() == {}
