@@ -13,9 +13,9 @@ What makes a script of the stock Trainer this one is four lines more, and two ot
 
     + from hf_longmoe import LongMoEConfig, LongMoEPlugin, LongMoETrainer, patch_model
       model = AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16", distributed_config=DistributedConfig(
-    -     fsdp_size=64, ep_size=64))
-    +     fsdp_size=64, ep_size=64, ep_implementation="pipelined_llep", fsdp_plan={"lm_head": "free_full_weight"}))
-    + config = LongMoEConfig.for_budget(model.config, "1M", device_memory="80GiB", world_size=64, ep_size=64, cp_size=8)
+    -     fsdp_size=8, ep_size=8))
+    +     fsdp_size=8, ep_size=8, ep_implementation="pipelined_llep", fsdp_plan={"lm_head": "free_full_weight"}))
+    + config = LongMoEConfig.for_budget(model.config, "1M", device_memory="80GiB", world_size=8, ep_size=8, cp_size=8)
     + patch_model(model, config)
     - trainer = Trainer(model=model, args=args, train_dataset=dataset)
     + trainer = LongMoETrainer(model=model, args=args, train_dataset=dataset)
