@@ -43,7 +43,7 @@ def end_together(grace: float = 10.0) -> Iterator[None]:
     told = _Told(grace)
     try:
         yield
-    except (CheckpointError, SystemExit):  # all ranks raise it together
+    except (CheckpointError, PeerError, SystemExit):  # all ranks raise it, or the rank that failed tells it itself
         raise
     except BaseException as error:
         lost = _LOST.search(str(error)) is not None

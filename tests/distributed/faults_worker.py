@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 import forked
@@ -89,7 +90,12 @@ def run(folder, name, case, resume=None):
         )
         for one in fault:
             one.made = engine
-        made.train(resume_from_checkpoint=resume)
+        try:
+            made.train(resume_from_checkpoint=resume)
+        except Exception:
+            if case.get("stays") and rank in case["on"]:  # as in a notebook: its connections stay open
+                time.sleep(30)
+            raise
 
     return forked.launch(work, 2, f"{folder}/{name}.logs", to_the_end=case.get("kind") in ("forward", "backward"))
 

@@ -120,7 +120,8 @@ def trainer(
         activation_checkpointing=streaming,
     )
     args = TrainingArguments(**{**options, **arguments})
-    made = LongMoETrainer(model=model, args=args, train_dataset=Data(), callbacks=[Losses(log), *callbacks])
+    data = {"train_dataset": Data(), "eval_dataset": Data()}
+    made = LongMoETrainer(model=model, args=args, callbacks=[Losses(log), *callbacks], **data)
     engine = None
     if streaming:
         engine = FakeEngine(seed=distributed.get_rank() if ranks > 1 else 0)

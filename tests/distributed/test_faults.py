@@ -27,6 +27,7 @@ MORE = {
     "writing, rank 0": {"kind": "writing", "on": [0]},
     "renaming, rank 0": {"kind": "renaming", "on": [0], "over": "whole", "resume": True},
     "forward": {"kind": "forward", "on": [1]},
+    "forward, and stays": {"kind": "forward", "on": [1], "stays": True},
     "forward, rank 0": {"kind": "forward", "on": [0]},
     "backward, rank 0": {"kind": "backward", "on": [0]},
     "backward, all": {"kind": "backward", "on": [0, 1]},
@@ -82,6 +83,8 @@ def check(results, name, case):
         own = f"OutOfMemoryError: out of memory, in {kind}"
         assert all(said[rank][-1].endswith(f"torch.{own}") for rank in on)
         assert all(said[rank][-1].endswith(f"another rank failed. rank {on[0]}: {own}") for rank in others)
+        if case.get("stays"):
+            assert said[0][-1].startswith("hf_longmoe ended this process") and found["ended"][1]["after"] > 5
     elif kind == "disk":
         assert codes == [1, 1] and found["left"] == [".saving-checkpoint-6", *FIRST]
         assert all(line[-1].endswith(f"rank {on[0]}: OSError: [Errno 27] File too large") for line in said)
