@@ -184,7 +184,7 @@ def measure(
     }
     best = max(stock, key=lambda name: stock[name][0].reach)
     baseline, baseline_steps = stock[best]
-    ours, our_steps = reach("ours", case.sizes(schedules=SCHEDULES), times=8, beyond=None)
+    ours, our_steps = reach("ours", case.sizes(schedules=SCHEDULES), times=8, beyond=None, close=1.05)
     without = {}
     for name in SCHEDULES if case.ablation else ():
         rest = tuple(schedule for schedule in SCHEDULES if schedule != name)

@@ -3,7 +3,7 @@ Fine-tuning on very long documents: all four schedules, with sequence, model and
 
     accelerate launch --config_file accelerate_configs/cpu_2proc_cp.yaml examples/long_context_sft.py
     accelerate launch --config_file accelerate_configs/fsdp2_ep_cp_64proc.yaml --main_process_ip HOST \\
-        --machine_rank 0 examples/long_context_sft.py --model_name_or_path Qwen/Qwen3-235B-A22B --seq_len 1M \\
+        --machine_rank 0 examples/long_context_sft.py --model_name_or_path zai-org/GLM-4.5-Air --seq_len 1M \\
         --device_memory 80GiB --attn_implementation flash_attention_2 --dataset my/books --save_steps 100
 
 The first is a dry run on any machine: a small Mixtral made from its config, on the Python standard library's sources.
