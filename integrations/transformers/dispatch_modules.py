@@ -13,9 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_longmoe.integrations.transformers.expert_parallel import pipelined
 from hf_longmoe.integrations.transformers.experts import block_of, is_experts
 
-__all__ = ["TOKENWISE", "DispatchModule", "dispatch_modules"]
+__all__ = ["PARTS", "DispatchModule", "dispatch_modules"]
 
-TOKENWISE = "tokenwise"
+# Of `dispatch`, beside experts. Each part's peak is a line in the tokens; the largest of two is not.
+PARTS = ("shared", "dense")
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,14 @@ class DispatchModule:
         capped: whether a cap bounds it. That is so for each experts module, shared expert and dense MLP alone, and not
             for the rest of a block (the router, sums of outputs).
         shares_input: whether its input goes to shared experts too.
+        part: of `dispatch`: "shared" experts, "dense" MLPs, "" for experts and for a whole block.
     """
 
     module: nn.Module
     within: str = "layer"
     capped: bool = True
     shares_input: bool = False
-
-    @property
-    def part(self) -> str:
-        """The part of `dispatch` that it is: `TOKENWISE` for shared experts and dense MLPs, none for experts."""
-        return "" if is_experts(self.module) else TOKENWISE
+    part: str = ""
 
     def beside_cap(self, args: Any) -> int:
         """
@@ -74,19 +72,21 @@ def dispatch_modules(model: PreTrainedModel) -> list[DispatchModule]:
             parent = model.get_submodule(name.rpartition(".")[0])
             shared = [m for child, m in parent.named_children() if "shared" in child]
             if isinstance(parent, GradientCheckpointingLayer):
-                found += [DispatchModule(m) for m in (module, *shared)]
+                found.append(DispatchModule(module))
+                found += [DispatchModule(m, part="shared") for m in shared]
             else:
                 found.append(DispatchModule(parent, capped=False))
                 found.append(DispatchModule(module, within="dispatch", shares_input=bool(shared)))
-                found += [DispatchModule(m, within="dispatch") for m in shared]
+                found += [DispatchModule(m, within="dispatch", part="shared") for m in shared]
             for layer_name, layer in layers.items():
                 if name.startswith(f"{layer_name}."):
                     block = name.removeprefix(f"{layer_name}.").partition(".")[0]
                     stacks.setdefault(layer_name.rpartition(".")[0], set()).add(block)
                     if layer is not parent:
-                        found += [DispatchModule(m) for child, m in layer.named_children() if "shared" in child]
+                        beside = [m for child, m in layer.named_children() if "shared" in child]
+                        found += [DispatchModule(m, part="shared") for m in beside]
     for layer_name, layer in layers.items():
         blocks = stacks.get(layer_name.rpartition(".")[0], set())
         if blocks and not any(map(is_experts, layer.modules())):
-            found += [DispatchModule(m) for child, m in layer.named_children() if child in blocks]
+            found += [DispatchModule(m, part="dense") for child, m in layer.named_children() if child in blocks]
     return found

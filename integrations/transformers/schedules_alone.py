@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_longmoe.config import LongMoEConfig, VocabConfig
-from hf_longmoe.integrations.transformers.dispatch_modules import TOKENWISE
+from hf_longmoe.integrations.transformers.dispatch_modules import PARTS, dispatch_modules
 from hf_longmoe.integrations.transformers.experts import hidden_of, is_experts
 from hf_longmoe.integrations.transformers.fake_step import fake_model, without_data
 from hf_longmoe.integrations.transformers.planning_shape import depths_of
@@ -27,8 +27,8 @@ __all__ = ["SchedulesAlone"]
 # By what is at work, then by phase.
 Alone = dict[str, dict[str, int]]
 
-_PHASES = ("forward", "backward")
-_MOE = ("dispatch", f"dispatch, {TOKENWISE}")
+_PHASES = ("forward", "backward", "recompute")  # the last: what a backward computes again with grad mode on
+_MOE = ("dispatch", *(f"dispatch, {part}" for part in PARTS))
 
 
 class SchedulesAlone:
@@ -49,8 +49,8 @@ class SchedulesAlone:
 
     def bytes(self, tokens: int, caps: LongMoEConfig) -> Alone:
         """
-        By what is at work (`dispatch`: experts; `dispatch, tokenwise`: shared experts and dense MLPs; `vocab`) and
-        phase (`forward`, `backward`): the most that one call holds of the component.
+        By what is at work (`dispatch`: experts; `dispatch, shared`; `dispatch, dense`; `vocab`) and phase (`forward`,
+        `backward`, `recompute`): the most that one call holds of the component.
 
         Arguments:
             tokens: T, of one rank in one forward.
@@ -97,7 +97,7 @@ class SchedulesAlone:
             received = facts.dispatch(math.ceil(fullest * layout.tokens), exchanged=True)
             found["dispatch"] = dict.fromkeys(_PHASES, received)
         for phases in found.values():  # an output that something saves is computed again
-            phases["recompute"] = phases["forward"] if facts.runs_again else 0
+            phases["recompute"] = max(phases["recompute"], phases["forward"] if facts.runs_again else 0)
         return found
 
     def _small(self, tokens: int, small: LongMoEConfig, shortest: int) -> Alone:
@@ -146,11 +146,11 @@ class SchedulesAlone:
         ]
 
     def _dispatch(self, model: PreTrainedModel, tokens: int) -> Alone:
-        """The largest of the kinds of modules."""
+        """The largest of the kinds of modules of each part."""
         found, kinds = {name: dict.fromkeys(_PHASES, 0) for name in _MOE}, set()
-        for module in model.modules():
-            schedule = vars(module).get("longmoe_schedule")
-            kind = (type(module), tuple(tuple(p.shape) for p in module.parameters()))
+        for part in dispatch_modules(model):
+            module, schedule = part.module, vars(part.module).get("longmoe_schedule")
+            kind = (type(module), part.part, tuple(tuple(p.shape) for p in module.parameters()))
             if schedule is None or kind in kinds:
                 continue
             kinds.add(kind)
@@ -160,7 +160,7 @@ class SchedulesAlone:
                 like = like_input(module)
                 inputs = [torch.empty(tokens, like.shape[1], dtype=like.dtype)]
             high = _alone("dispatch", list(module.parameters()), inputs, module)
-            own = found[_MOE[not isinstance(schedule, LocalDispatch)]]
+            own = found[f"dispatch, {part.part}" if part.part else "dispatch"]
             own.update((phase, max(own[phase], high[phase])) for phase in _PHASES)
         return found
 

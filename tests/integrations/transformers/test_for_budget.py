@@ -3,10 +3,11 @@
 import random
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from hf_longmoe import Layout, LongMoEConfig
-from hf_longmoe.integrations.transformers.fake_step import fake_moments
+from hf_longmoe.integrations.transformers.fake_step import fake_moments, run_step
 from hf_longmoe.integrations.transformers.planning import DoesNotFit, Planner
 from hf_longmoe.planner.closed_forms import resident
 
@@ -23,13 +24,15 @@ def config_of(model):
     return AutoConfig.for_model(model, **SMALL, **MODELS[model])
 
 
-def taken(config, shape, layout, caps):
+def patched(caps):
+    return None if caps.dispatch is None and caps.vocab is None else caps
+
+
+def taken(moments, shape, layout, caps):
     """
-    The highest total of a rank, from a fake step with the real depth. What one rank's step does not show is put in by
+    The highest total of a rank, from a step with the real depth. What one rank's step does not show is put in by
     hand: weights and their state divided and gathered, boundaries and optimizer state on the host.
     """
-    patched = None if caps.dispatch is None and caps.vocab is None else caps
-    (moments,) = fake_moments(config, layout, [layout.seq_len], patched=patched)
     own, ranks = resident(shape, layout), layout.world_size
     gathered = 2 * own.gathered_layer + own.gathered_head
     boundary = layout.tokens * shape.hidden * layout.itemsize
@@ -67,9 +70,25 @@ def test_a_step_stays_within_the_budget_that_the_caps_were_chosen_for(model):
         caps, total = planner.choose(limit, layout)
         assert total <= limit < most
         # What is measured beside the gathered head of a tied or of a stock step: at most what was predicted.
-        assert taken(config, planner.shape, layout, caps) <= limit, (layout, caps)
+        (moments,) = fake_moments(config, layout, [layout.seq_len], patched=patched(caps))
+        assert taken(moments, planner.shape, layout, caps) <= limit, (layout, caps)
         chosen.append(caps)
     assert len(set(map(str, chosen))) > 1, "every draw gave the same caps"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_a_real_step_stays_within_the_budget_too(model):
+    """One rank, real data, and routers that choose as they like."""
+    config, draw, layout = config_of(model), random.Random(model), Layout(seq_len=2048)
+    planner = Planner(config, layout)
+    most, least = planner.unbounded().total, planner.choose(0)[1]
+    for _ in range(2):
+        limit = int(least + draw.random() * (most - least))
+        caps, total = planner.choose(limit)
+        torch.manual_seed(0)
+        _, moments = run_step(config, layout, patched(caps), attention="sdpa")
+        assert 0 < taken(moments, planner.shape, layout, caps) <= limit, caps
 
 
 def test_a_model_that_fits_gets_no_caps():
