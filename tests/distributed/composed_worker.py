@@ -166,7 +166,9 @@ def run(case):
             engine = FakeEngine(seed=rank)
             plugin = LongMoEPlugin(caps, engine=engine).install(trainer.accelerator)
         trainer.train()
-        found = {"losses": trainer.steps, "evaluation": trainer.evaluate()["eval_loss"]}
+        found = {"losses": trainer.steps}
+        if case.get("evaluated"):
+            found["evaluation"] = trainer.evaluate()["eval_loss"]
     finally:
         for name in names.values():
             os.environ.pop(name, None)
