@@ -56,13 +56,18 @@ def taken(moments, shape, layout, caps):
     return highest
 
 
+@pytest.fixture(scope="module", params=MODELS)
+def planner(request):
+    """What is counted once for a model serves all its draws."""
+    return Planner(config_of(request.param), Layout(seq_len=2048))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_a_step_stays_within_the_budget_that_the_caps_were_chosen_for(model):
-    config, draw = config_of(model), random.Random(model)
-    planner = Planner(config, Layout(seq_len=1024))
+@pytest.mark.parametrize("draws", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
+def test_a_step_stays_within_the_budget_that_the_caps_were_chosen_for(planner, draws):
+    config, draw = planner.config, random.Random(planner.config.model_type)
     chosen = []
-    for _ in range(5):
+    for _ in range(draws):
         ranks = draw.choice(RANKS)
         layout = Layout(seq_len=draw.choice(LENGTHS), world_size=ranks)
         most, least = planner.unbounded(layout).total, planner.choose(0, layout)[1]
@@ -73,15 +78,14 @@ def test_a_step_stays_within_the_budget_that_the_caps_were_chosen_for(model):
         (moments,) = fake_moments(config, layout, [layout.seq_len], patched=patched(caps))
         assert taken(moments, planner.shape, layout, caps) <= limit, (layout, caps)
         chosen.append(caps)
-    assert len(set(map(str, chosen))) > 1, "every draw gave the same caps"
+    assert draws == 1 or len(set(map(str, chosen))) > 1, "every draw gave the same caps"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_a_real_step_stays_within_the_budget_too(model):
+def test_a_real_step_stays_within_the_budget_too(planner):
     """One rank, real data, and routers that choose as they like."""
-    config, draw, layout = config_of(model), random.Random(model), Layout(seq_len=2048)
-    planner = Planner(config, layout)
+    config, layout = planner.config, planner.layout
+    draw = random.Random(config.model_type)
     most, least = planner.unbounded().total, planner.choose(0)[1]
     for _ in range(2):
         limit = int(least + draw.random() * (most - least))
