@@ -11,7 +11,7 @@ __all__ = ["LongMoETrainer", "LongMoETrainerMixin"]
 
 
 class LongMoETrainerMixin(TrainerCheckpoints, TrainerSequences):
-    """For a subclass of `Trainer` (TRL's, or your own): `class MyTrainer(LongMoETrainerMixin, SFTTrainer)`."""
+    """For a subclass of `Trainer` of your own: `class MyTrainer(LongMoETrainerMixin, YourTrainer)`."""
 
 
 class LongMoETrainer(LongMoETrainerMixin, Trainer):
