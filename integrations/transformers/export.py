@@ -7,6 +7,8 @@ import warnings
 from pathlib import Path
 
 import transformers
+from torch import distributed
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoConfig
 
 from hf_longmoe.integrations.transformers.checkpointing import DESCRIPTION, read_description
@@ -29,13 +31,23 @@ def export(checkpoint: str | Path, folder: str | Path) -> None:
         folder: to be made or written into; `from_pretrained` of stock Transformers loads it.
 
     Raises:
-        `ValueError`: `checkpoint` is no such folder.
+        `ValueError`: `checkpoint` is no such folder, or one of a model with adapters; or this is one of several ranks.
     """
     checkpoint, folder = Path(checkpoint), Path(folder)
     if read_description(checkpoint) is None:
         raise ValueError(
             f"checkpoint={str(checkpoint)!r} has no {DESCRIPTION}, so that it is none of a LongMoETrainer of a model"
             " sharded at load. Stock checkpoints are plain folders already."
+        )
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            f"export is for one process by itself, and here are {distributed.get_world_size()} ranks, which would wait"
+            " for each other: call it when they have ended, or trainer.save_model(folder) on all of them."
+        )
+    if any(name.startswith("base_model.") for name in _names(checkpoint)):
+        raise ValueError(
+            f"checkpoint={str(checkpoint)!r} is of a model with PEFT's adapters around it, to resume from alone:"
+            " trainer.save_model(folder) writes the adapters."
         )
     name = AutoConfig.from_pretrained(checkpoint).architectures[0]
     with warnings.catch_warnings():
@@ -46,3 +58,8 @@ def export(checkpoint: str | Path, folder: str | Path) -> None:
         ours = path.name in _OF_THE_RUN or path.name.startswith(("rng_state", "shard-"))
         if path.is_file() and not ours and not (folder / path.name).exists():
             shutil.copy2(path, folder)
+
+
+def _names(checkpoint: Path) -> list[str]:
+    """Of its parameters and buffers."""
+    return list(HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata)

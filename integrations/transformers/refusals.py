@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 
 import torch
@@ -19,9 +20,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.ringmaster import check_ringmaster
+from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.schedules.wire import GroupWire
 
-__all__ = ["check_expert_dtype", "check_launch", "check_model", "check_shared_batch", "why_left_alone"]
+__all__ = ["check_expert_dtype", "check_launch", "check_model", "check_shared_batch", "check_tied", "why_left_alone"]
 
 _FSDP1 = "hf_longmoe: FSDP1 flattens parameters; use FSDP2 (fsdp_version: 2 in the accelerate config)."
 
@@ -106,6 +108,30 @@ def check_expert_dtype(name: str, experts: nn.Module, sharding: DistributedConfi
             f"patch_model: {name} is {str(dtype).removeprefix('torch.')}, in which FSDP2 divides the gradients of"
             " experts that it holds one copy of (ep_size == fsdp_size * tp_size) twice; load the model in bfloat16 or"
             " float32."
+        )
+
+
+def check_tied(model: nn.Module) -> None:
+    """
+    Arguments:
+        model: sharded at load, or a wrapper of one.
+
+    Raises:
+        `ValueError`: its head is tied to input embeddings whose rows the ranks cannot divide evenly. FSDP2 holds such
+            a weight twice, of which only one copy sees the optimizer's steps (torch 2.13, Transformers 5.24).
+    """
+    target = causal_lm(model)
+    head, weight = target.get_output_embeddings(), target.get_input_embeddings().weight
+    if getattr(head, "weight", None) is not weight or not isinstance(weight, DTensor) or not weight.requires_grad:
+        return
+    sizes = zip(weight.placements, weight.device_mesh.shape, strict=True)
+    parts = math.prod(size for placement, size in sizes if placement.is_shard(0))
+    if len(weight) % parts:
+        raise ValueError(
+            f"{type(target).__name__} has embeddings of {len(weight)} rows, tied to its head, which {parts} ranks"
+            " cannot divide evenly: FSDP2 would go on with the rows as they were loaded on some ranks. Save it once"
+            f" with resize_token_embeddings({len(weight)}, pad_to_multiple_of={parts}), or use a number of ranks that"
+            f" divides {len(weight)}."
         )
 
 

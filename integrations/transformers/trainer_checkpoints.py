@@ -20,6 +20,7 @@ from transformers.utils import logging
 from hf_longmoe.integrations.transformers import checkpoint_folder, checkpointing
 from hf_longmoe.integrations.transformers.checkpointing import together
 from hf_longmoe.integrations.transformers.end_together import end_together
+from hf_longmoe.integrations.transformers.refusals import check_tied
 from hf_longmoe.integrations.transformers.sigterm import StopOnSigterm
 
 __all__ = ["TrainerCheckpoints"]
@@ -44,7 +45,8 @@ class TrainerCheckpoints:
     Models that were not sharded at load are saved by the stock Trainer; they can be resumed from a sharded checkpoint.
 
     Raises:
-        `ValueError`: `save_on_each_node` or a `hub_strategy` other than "end", where checkpoints are divided.
+        `ValueError`: `save_on_each_node` or a `hub_strategy` other than "end", where checkpoints are divided;
+            tied embeddings that the ranks cannot divide evenly, see `check_tied`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,6 +62,8 @@ class TrainerCheckpoints:
                 self._on_sigterm = self.callback_handler.callbacks[-1]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self.is_distributed_loading_by_transformers:
+            check_tied(self.model)
         with end_together():
             resume_from_checkpoint = self._chosen(resume_from_checkpoint)
             with _listening(self._on_sigterm):

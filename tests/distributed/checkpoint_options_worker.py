@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from hf_longmoe.integrations.transformers import LongMoETrainer
+from hf_longmoe.integrations.transformers.export import export
 
 
 def shared_folder():
@@ -81,6 +82,13 @@ def refused(case):
     Path(folder, "run", "checkpoint-8").mkdir(exist_ok=True)
     distributed.barrier()
     found["stock checkpoint"] = error_of(lambda: made(folder).train(resume_from_checkpoint=True))
+    found["export among ranks"] = error_of(lambda: export(f"{folder}/run/checkpoint-2", f"{folder}/exported"))
+    if distributed.get_rank() == 0:
+        resumed_run.make_model(f"{folder}/model", tie_word_embeddings=True)
+        resumed_run.make_model(f"{folder}/even/model", tie_word_embeddings=True, vocab_size=resumed_run.VOCABULARY + 1)
+    distributed.barrier()
+    found["tied"] = error_of(made(folder, max_steps=1).train)
+    found["tied, even"] = error_of(made(f"{folder}/even", max_steps=1, save_strategy="no").train)
     found["save_on_each_node"] = error_of(lambda: made(folder, save_on_each_node=True))
     return found
 

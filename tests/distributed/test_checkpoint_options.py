@@ -1,6 +1,10 @@
 """Checkpoints of a sharded model and the Trainer's options: which are followed, which refused, and in what words."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_longmoe.integrations.transformers.export import export
 
 CASES = {kind: {"kind": kind} for kind in ("best", "refused", "args_after")}
 
@@ -31,6 +35,17 @@ def test_refused(results):
         assert found["data skip ignored"] is None
         assert "checkpoint-8 has no longmoe_checkpoint.json" in found["stock checkpoint"]
         assert "save_on_each_node=True" in found["save_on_each_node"]
+        assert "export is for one process by itself, and here are 2 ranks" in found["export among ranks"]
+        assert "embeddings of 61 rows, tied to its head, which 2 ranks cannot divide" in found["tied"]
+        assert found["tied, even"] is None
+
+
+def test_adapters_are_not_exported(tmp_path):
+    (tmp_path / "longmoe_checkpoint.json").write_text("{}")
+    names = {"base_model.model.lm_head.weight": torch.zeros(2, 2)}
+    save_file(names, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+    with pytest.raises(ValueError, match="PEFT's adapters around it"):
+        export(tmp_path, tmp_path / "exported")
 
 
 def test_arguments_are_put_back(results):
