@@ -100,7 +100,7 @@ def build(case, folder):
     if case["trainer"] == "ours" and case.get("sharded", True):
         options["distributed_config"] = DistributedConfig(
             fsdp_size=world,
-            ep_size=world,
+            ep_size=case.get("ep", world),
             ep_implementation="pipelined_llep" if "dispatch" in on else "all_to_all",
             fsdp_plan={"lm_head": "free_full_weight"} if "vocab" in on else None,
         )

@@ -16,7 +16,7 @@ def case(trainer, steps, accumulation, groups=1, **options):
 
 ONE = {
     "stock": case("stock", 20, 4, gradients=True, evaluated=True),
-    "stock, short": case("stock", 2, 2, gradients=True),
+    "stock, short": case("stock", 2, 2, gradients=True, evaluated=True),
     "stock, aux": case("stock", 2, 1, aux=AUX, evaluated=True),
     "stock, aux, accumulated": case("stock", 1, 2, aux=AUX),
     "aux, accumulated": case("ours", 2, 2, aux=AUX, on=["dispatch"], sharded=False),
@@ -36,6 +36,7 @@ TWO = {
 FOUR = {
     "cp 2 x 2 groups": case("ours", 20, 2, groups=2, cp=2, on=ALL, gradients=True, evaluated=True),
     "cp 4": case("ours", 2, 4, cp=4, on=ALL, gradients=True),
+    "experts over pairs": case("ours", 2, 1, groups=2, cp=2, ep=2, on=ALL, gradients=True, evaluated=True),
     "bfloat16": case("ours", 2, 2, groups=2, cp=2, on=ALL, dtype="bfloat16"),
     "aux": case("ours", 2, 1, groups=2, cp=2, on=ALL, aux=AUX, streamed=True),
 }
@@ -92,6 +93,10 @@ def test_two_ranks(one, two, name):
 @pytest.mark.parametrize("name", ["cp 2 x 2 groups", "cp 4"])
 def test_all_at_once_on_four_ranks(one, four, name):
     check([rank[name] for rank in four], one["stock"], FOUR[name])
+
+
+def test_experts_over_fewer_ranks_than_the_model(one, four):
+    check([rank["experts over pairs"] for rank in four], one["stock, short"], FOUR["experts over pairs"])
 
 
 @pytest.mark.exhaustive
