@@ -251,7 +251,9 @@ class Book:
             share = None if first else 1.0
         beside = [entry for entry in live if entry.arena.device.type == "cpu" and not entry.arena.streamed]
         on_host = sum(entry.numel for entry in (*beside, *(streamed if share != 1.0 else ())))
-        with host_threads(not self._threads_told) if on_host >= _MANY else nullcontext(False) as raised:
+        # Without a device the whole training has the threads that it was given: as many here.
+        more = self.engine is not None and on_host >= _MANY
+        with host_threads(not self._threads_told) if more else nullcontext(False) as raised:
             self._threads_told |= raised
             self._update_in_place([entry for entry in live if not entry.arena.streamed], record)
             if self.engine is None:
