@@ -19,6 +19,9 @@ PROBLEMS = (
     "its labels are not [B, S], one a token",
     "it has past_key_values, which hold whole sequences",
     "it has cu_seq_lens, the boundaries of packed documents, and no position_ids; give position_ids that restart",
+    "it has no labels; give the model its labels, since each rank computes the loss of its own part of the sequence"
+    " (the Trainer takes them away for compute_loss_func and label_smoothing_factor; VocabConfig(label_smoothing=...)"
+    " does not)",
 )
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cu_seqlens", "max_seqlen")
 _NAMES = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
@@ -62,7 +65,9 @@ def _problem(inputs: dict[str, Any], size: int) -> int:
             return 5
     if inputs.get("past_key_values") is not None:
         return 6
-    return 7 if positions is None and any(inputs.get(name) is not None for name in _BOUNDARIES) else 0
+    if positions is None and any(inputs.get(name) is not None for name in _BOUNDARIES):
+        return 7
+    return 8 if inputs.get("labels") is None and inputs.get("shift_labels") is None else 0
 
 
 def documents(position_ids: torch.Tensor, total: int) -> tuple[torch.Tensor, int] | None:

@@ -88,13 +88,7 @@ class SharedSequences:
     def _divide(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         inputs = _by_name(module, args, kwargs)
         training = module.training and torch.is_grad_enabled()
-        if inputs.get("labels") is None and inputs.get("shift_labels") is None:
-            if training:
-                raise ValueError(
-                    f"ParallelismConfig.cp_size={self.wire.size}: give the model its labels: each rank computes the"
-                    " loss of its own part of the sequence. (The Trainer takes them away for compute_loss_func and"
-                    " label_smoothing_factor; VocabConfig(label_smoothing=...) does not.)"
-                )
+        if not training and inputs.get("labels") is None and inputs.get("shift_labels") is None:
             return args, kwargs
         self._check_router_loss(causal_lm(module), inputs)
         self._check(inputs, training)

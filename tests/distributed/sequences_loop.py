@@ -47,10 +47,10 @@ def refusals(group):
         "another batch": {"input_ids": ids.flip(0), "labels": ids.flip(0)},
         "a longer batch": {"input_ids": ids.repeat(1, 2), "labels": ids.repeat(1, 2)},
         "no input_ids": {"inputs_embeds": torch.zeros(2, 12, 32), "labels": ids},
+        "no labels": {"input_ids": ids},
     }
     for name, batch in bad.items():
         found[name] = said(model, **(batch if last else good))
-    found["no labels"] = said(model, input_ids=ids)
     found["the heads"] = said(SharedSequences, tiny(num_key_value_heads=1), group)
     wrong = tiny(family="qwen3_moe", sliding_window=5, use_sliding_window=True, num_experts_per_tok=2)
     wrong.model.layers[1].self_attn.sliding_window = 7  # stock SDPA goes by the mask, other kernels by the layer

@@ -51,7 +51,7 @@ REFUSED = {
     "another batch": r"Ranks \[2, 3\] share their sequences .* but were given different batches",
     "a longer batch": r"Ranks \[2, 3\] share their sequences .* but were given different batches",
     "no input_ids": "the batch of rank 3 cannot be divided: it has no input_ids",
-    "no labels": "cp_size=2: give the model its labels",
+    "no labels": "the batch of rank 3 cannot be divided: it has no labels; give the model its labels",
     "the heads": "num_key_value_heads=1, which 2 ranks cannot divide",
     "windows that differ": "Qwen3MoeAttention has a sliding window of 7, and a mask for 5",
     "a router's loss, not patched": r"auxiliary loss of each rank's part alone; patch_model\(model\)",
