@@ -235,7 +235,7 @@ def _compared(model: str, layout: Layout, caps: LongMoEConfig | None) -> tuple[l
     else:
         predicted = planner.scheduled(caps, layout, alone=True)
     if model in REAL or model in FAKE or layout.seq_len > _TOKENS:
-        ran, measured = two_depths(planner.config, layout, patched=caps)
+        ran, measured = two_depths(planner.config, layout, patched=caps, depths=planner.depths)
         more = {"measured_by": f"fake steps of {' and '.join(map(str, ran))} layers"}
         return compare(predicted, measured), more | ({"why": FAKE[model]} if model in FAKE else {})
     attention = ATTENTION if model in STAND_IN else "sdpa"

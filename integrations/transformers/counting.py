@@ -12,6 +12,7 @@ from hf_longmoe.integrations.transformers.fake_step import fake_model, fake_mome
 from hf_longmoe.integrations.transformers.planning_shape import depths_of
 from hf_longmoe.integrations.transformers.schedule_facts import like_input
 from hf_longmoe.planner.counts import Counts
+from hf_longmoe.planner.depth import Moments
 from hf_longmoe.planner.shape import Layout
 from hf_longmoe.schedules.dispatch import LocalDispatch, TokenTiles
 from hf_longmoe.schedules.vocab import tile_bytes
@@ -20,11 +21,17 @@ __all__ = ["LENGTHS", "count", "small_caps"]
 
 LENGTHS = (1024, 4096, 16384, 32768)
 _KEPT = (4096, 8192)  # patched: the schedules' part does not grow
+_BENT = 0.01  # of a moment's bytes
 _ROWS, _FEWEST = 256, 8  # of a wave, or tokens of a tile, in a count
 
 
 def count(
-    config: PreTrainedConfig, layout: Layout, patched: LongMoEConfig | None = None, *, bent: bool = False
+    config: PreTrainedConfig,
+    layout: Layout,
+    patched: LongMoEConfig | None = None,
+    *,
+    bent: bool = False,
+    depths: tuple[int, ...] | None = None,
 ) -> Counts:
     """
     Runs fake steps of one sequence at a few lengths and one or two small depths.
@@ -34,15 +41,38 @@ def count(
         layout: of it count `ep_size`, `checkpointing`, `dtype` and `optimizer`.
         patched: caps; the stock model if not given.
         bent: whether something grows with the square of the length.
+        depths: found if not given.
 
     Raises:
         `ValueError`: as `fake_step`.
     """
-    ran = depths_of(config)
+    ran = depths or depths_of(config)
     lengths = LENGTHS if patched is None or bent else _KEPT
     one = dataclasses.replace(layout, seq_len=lengths[-1], micro_batch=1, cp_size=1)
     moments = [fake_moments(config, one, lengths, depth=depth, patched=patched) for depth in ran]
+    if (
+        depths is None
+        and len(ran) == 2
+        and (third := 2 * ran[1] - ran[0]) <= config.get_text_config().num_hidden_layers
+    ):
+        (deeper,) = fake_moments(config, one, lengths[:1], depth=third, patched=patched)
+        if _bends(moments[0][0], moments[1][0], deeper):
+            return count(config, layout, patched, bent=bent, depths=(ran[1], third))
     return Counts(config.get_text_config().num_hidden_layers, ran, lengths, moments)
+
+
+def _bends(first: Moments, second: Moments, third: Moments) -> bool:
+    """
+    Whether three depths, equally far apart, are not on a line: what several layers in a row leave alive together is
+    not there in the shortest.
+    """
+    return any(
+        abs(high - (2 * second[key].highs.get(name, 0) - first[key].highs.get(name, 0)))
+        > _BENT * sum(moment.highs.values())
+        for key, moment in third.items()
+        if key in first and key in second
+        for name, high in moment.highs.items()
+    )
 
 
 def small_caps(config: PreTrainedConfig, layout: Layout) -> LongMoEConfig:

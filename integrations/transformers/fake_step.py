@@ -66,15 +66,22 @@ def fake_step(
 
 
 def two_depths(
-    config: PreTrainedConfig, layout: Layout, *, patched: LongMoEConfig | None = None
+    config: PreTrainedConfig,
+    layout: Layout,
+    *,
+    patched: LongMoEConfig | None = None,
+    depths: tuple[int, ...] | None = None,
 ) -> tuple[tuple[int, ...], PeakReport]:
     """
     The peaks at the config's real depth, from fake steps at two small ones with the same pattern of layers.
 
+    Arguments:
+        depths: the two, `depths_of(config)` if not given.
+
     Returns:
         The depths that were run, and the report (see `planner.depth.extrapolate`).
     """
-    ran = depths_of(config)
+    ran = depths or depths_of(config)
     results = [_run(config, layout, depth, patched) for depth in ran]
     if len(ran) == 1:
         return ran, results[0][0]

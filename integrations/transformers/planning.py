@@ -117,6 +117,11 @@ class Planner:
     def _stock(self) -> Counts:
         return count(self.config, self.layout)
 
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Layers of the models that are counted: one or two."""
+        return self._stock.depths
+
     @cached_property
     def _alone(self) -> SchedulesAlone:
         return SchedulesAlone(self.config, self.layout, self.shape)
@@ -207,10 +212,10 @@ class Planner:
     def verify(self, caps: LongMoEConfig) -> Verification:
         """One rank alone, unbounded and with the dispatch and vocab of `caps`: predicted, and by fake steps."""
         caps = self.without_absent(dataclasses.replace(caps, boundaries=None, optimizer=None))
-        ran, report = two_depths(self.config, self.layout)
+        ran, report = two_depths(self.config, self.layout, depths=self.depths)
         rows = {"unbounded": compare(self.unbounded(alone=True), report)}
         if caps != NOTHING:
-            ran, report = two_depths(self.config, self.layout, patched=caps)
+            ran, report = two_depths(self.config, self.layout, patched=caps, depths=self.depths)
             rows["scheduled"] = compare(self.scheduled(caps, alone=True), report)
         return Verification(ran, rows)
 
@@ -225,7 +230,10 @@ class Planner:
             small = dataclasses.replace(
                 small, dispatch=small.dispatch if dispatch else None, vocab=small.vocab if vocab else None
             )
-            self._kept[key] = small, count(self.config, self.layout, small, bent=self._stock.bent)
+            self._kept[key] = (
+                small,
+                count(self.config, self.layout, small, bent=self._stock.bent, depths=self.depths),
+            )
         return self._kept[key]
 
     def _together(self, layout: Layout, alone: bool) -> Together:
