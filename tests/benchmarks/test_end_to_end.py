@@ -89,7 +89,7 @@ def test_reach_and_throughput_are_lower_limits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", ["reach: tiny, 2 ranks", "shares: tiny"])
+@pytest.mark.parametrize("only", [pytest.param("reach: tiny, 2 ranks", marks=pytest.mark.exhaustive), "shares: tiny"])
 def test_quick_run(only, tmp_path):
     file = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "end_to_end", "--quick", "--only", only, "--json", str(file)]

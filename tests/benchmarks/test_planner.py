@@ -32,7 +32,8 @@ def test_the_small_config_of_a_family(family):
     assert shape.top_k == (1 if family == "zaya" else 2) and shape.expert_width >= 128
     assert any(shape.sparse) and shape.parameters < 200e6
     ran = depths_of(config)
-    assert ran[-1] < shape.depth or family == "mistral_large4", ran  # what was counted is less than what is predicted
+    # What is counted is less than what is predicted, but where bytes are not affine in the layers.
+    assert ran[-1] < shape.depth or family in ("mistral_large4", "inkling2", "inkling2_loop"), ran
 
 
 def test_families_by_name():
@@ -51,6 +52,7 @@ def test_the_cases():
     assert sum(any(model in name for model in REAL) for name in known) == 6 * len(REAL)
 
 
+@pytest.mark.exhaustive
 def test_quick_run_writes_the_schema(tmp_path):
     file = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks", "planner", "--quick", "--only", "mixtral, non-reentrant, unb"]

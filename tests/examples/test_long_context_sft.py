@@ -97,6 +97,7 @@ def test_a_dry_run_has_the_losses_of_one_process_and_leaves_a_whole_model(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_caps_by_the_plan_keep_the_device_memory(tmp_path, data):
     limit = 14
     code, out, err = start(tmp_path, data, "--device_memory", f"{limit}MiB", "--steps", "1")

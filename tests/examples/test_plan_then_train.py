@@ -33,6 +33,7 @@ def test_the_run_takes_what_was_predicted(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_cannot_fit_is_refused_before_there_is_a_model(tmp_path):
     done = start("--output_dir", tmp_path, "--device_memory", "6MiB")
     assert done.returncode == 1 and not list(tmp_path.iterdir())
