@@ -46,19 +46,16 @@ def count(
     Raises:
         `ValueError`: as `fake_step`.
     """
-    ran = depths or depths_of(config)
+    ran, layers = depths or depths_of(config), config.get_text_config().num_hidden_layers
     lengths = LENGTHS if patched is None or bent else _KEPT
     one = dataclasses.replace(layout, seq_len=lengths[-1], micro_batch=1, cp_size=1)
     moments = [fake_moments(config, one, lengths, depth=depth, patched=patched) for depth in ran]
-    if (
-        depths is None
-        and len(ran) == 2
-        and (third := 2 * ran[1] - ran[0]) <= config.get_text_config().num_hidden_layers
-    ):
+    if depths is None and len(ran) == 2 and (third := 2 * ran[1] - ran[0]) <= layers:
         (deeper,) = fake_moments(config, one, lengths[:1], depth=third, patched=patched)
         if _bends(moments[0][0], moments[1][0], deeper):
-            return count(config, layout, patched, bent=bent, depths=(ran[1], third))
-    return Counts(config.get_text_config().num_hidden_layers, ran, lengths, moments)
+            ran = (ran[1], third)
+            moments = [moments[1], fake_moments(config, one, lengths, depth=third, patched=patched)]
+    return Counts(layers, ran, lengths, moments)
 
 
 def _bends(first: Moments, second: Moments, third: Moments) -> bool:
