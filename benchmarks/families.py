@@ -262,7 +262,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe": dict(
         type="qwen3_omni_moe_text",
         sliding_window=None,
-        whole=dict(model_type="qwen3_omni_moe_thinker", vision_config=_VISION, audio_config=_SOUND),
+        whole=dict(
+            model_type="qwen3_omni_moe_thinker", vision_start_token_id=3, vision_config=_VISION, audio_config=_SOUND
+        ),
     ),
     "qwen3_vl_moe": dict(type="qwen3_vl_moe_text", whole=dict(model_type="qwen3_vl_moe", vision_config=_VISION)),
     "qwen4_exp": _LINEAR
@@ -287,11 +289,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(family: str) -> PreTrainedConfig:
-    """The family's small config, of which `planning_shape.build` makes a causal LM."""
+def small_config(family: str, **sizes: Any) -> PreTrainedConfig:
+    """
+    The family's small config, of which `planning_shape.build` makes a causal LM.
+
+    Arguments:
+        sizes: in place of the common ones, where the family's config has them.
+    """
     values = dict(FAMILIES[family])
     whole, kind = values.pop("whole", None), CONFIG_MAPPING[values.pop("type", family)]
     known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-    common = {name: value for name, value in _COMMON.items() if name in known}
+    common = {name: value for name, value in {**_COMMON, **sizes}.items() if name in known}
     text = kind(**{name: value for name, value in {**common, **values}.items() if value is not None})
     return text if whole is None else AutoConfig.for_model(**whole, text_config=text)

@@ -20,7 +20,7 @@ from hf_longmoe.schedules.vocab import tile_bytes
 __all__ = ["LENGTHS", "count", "small_caps"]
 
 LENGTHS = (1024, 4096, 16384, 32768)
-_KEPT = (4096, 8192)  # patched: the schedules' part does not grow
+_KEPT = (4096, 8192)  # patched: the schedules' part does not grow from where there are several waves and tiles
 _BENT = 0.01  # of a moment's bytes
 _ROWS, _FEWEST = 256, 8  # of a wave, or tokens of a tile, in a count
 
@@ -47,7 +47,7 @@ def count(
         `ValueError`: as `fake_step`.
     """
     ran, layers = depths or depths_of(config), config.get_text_config().num_hidden_layers
-    lengths = LENGTHS if patched is None or bent else _KEPT
+    lengths = LENGTHS if patched is None else (*_KEPT, *LENGTHS[2:]) if bent else _KEPT
     one = dataclasses.replace(layout, seq_len=lengths[-1], micro_batch=1, cp_size=1)
     moments = [fake_moments(config, one, lengths, depth=depth, patched=patched) for depth in ran]
     if depths is None and len(ran) == 2 and (third := 2 * ran[1] - ran[0]) <= layers:

@@ -217,13 +217,17 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
         for child in family.shared:
             if (shared := getattr(parent, child, None)) is not None:
                 dense[f"{name.rpartition('.')[0]}.{child}"] = (shared, family.shared_saved_after)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
+    sparse = {n for n, layer in layers.items() if any(map(is_experts, layer.modules()))}
+    for name in sparse:
+        for child in family.beside:
+            if (shared := getattr(layers[name], child, None)) is not None:
+                dense[f"{name}.{child}"] = (shared, family.shared_saved_after)
     if experts and family.dense:
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
-        sparse = {n for n, layer in layers.items() if any(map(is_experts, layer.modules()))}
         kinds = {type(layers[n]) for n in sparse}  # a vision tower's layers are none of them
         for name, layer in layers.items():
             if name not in sparse and type(layer) in kinds:
-                dense[f"{name}.{family.dense}"] = (getattr(layer, family.dense), False)
+                dense[f"{name}.{family.dense}"] = (getattr(layer, family.dense), family.output_saved_after)
     for name, (module, saved_after) in dense.items():
         if reason := why_left_alone(name, module):
             patch.entries.append(Entry(name, "dispatch", None, reason))
