@@ -1,0 +1,40 @@
+"""Adapters around what is patched: found in a model without importing PEFT where nobody else has."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from hf_longmoe.integrations.transformers.experts import is_experts, standing_in
+
+if TYPE_CHECKING:
+    from hf_longmoe.integrations.peft import ExpertAdapters
+    from hf_longmoe.integrations.transformers.patch import Patch
+
+__all__ = ["adapters_of", "adopt_adapters"]
+
+
+def adapters_of(model: nn.Module, name: str) -> ExpertAdapters | str | None:
+    """What wraps the experts module of this name, or why it has to be left alone; `None` if nothing does."""
+    if "peft" not in sys.modules:
+        return None
+    from hf_longmoe.integrations.peft import expert_adapters
+
+    return expert_adapters(model, name)
+
+
+def adopt_adapters(patch: Patch) -> None:
+    """Has adapters that were put on since `patch_model` run by the schedules too."""
+    for name, module in patch.model.named_modules():
+        if not is_experts(module) or "longmoe_schedule" not in vars(module):
+            continue
+        adapters, known = adapters_of(patch.model, name), vars(module).get("longmoe_adapters")
+        if adapters is None or known is not None and known.wrappers == getattr(adapters, "wrappers", None):
+            continue
+        if known is not None:
+            known.remove()
+        patch.rename(standing_in(name), name, left_alone=adapters if isinstance(adapters, str) else None)
+        if not isinstance(adapters, str):
+            adapters.install(module)
