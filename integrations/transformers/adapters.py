@@ -10,10 +10,10 @@ from torch import nn
 from hf_longmoe.integrations.transformers.experts import is_experts, standing_in
 
 if TYPE_CHECKING:
-    from hf_longmoe.integrations.peft import ExpertAdapters
+    from hf_longmoe.integrations.peft import ExpertAdapters, HeadAdapters
     from hf_longmoe.integrations.transformers.patch import Patch
 
-__all__ = ["adapters_of", "adopt_adapters"]
+__all__ = ["adapters_of", "adopt_adapters", "head_adapters_of"]
 
 
 def adapters_of(model: nn.Module, name: str) -> ExpertAdapters | str | None:
@@ -23,6 +23,15 @@ def adapters_of(model: nn.Module, name: str) -> ExpertAdapters | str | None:
     from hf_longmoe.integrations.peft import expert_adapters
 
     return expert_adapters(model, name)
+
+
+def head_adapters_of(lm_head: nn.Module) -> HeadAdapters | str | None:
+    """The same of what a model calls as its LM head."""
+    if "peft" not in sys.modules:
+        return None
+    from hf_longmoe.integrations.peft import head_adapters
+
+    return head_adapters(lm_head)
 
 
 def adopt_adapters(patch: Patch) -> None:
@@ -38,3 +47,7 @@ def adopt_adapters(patch: Patch) -> None:
         patch.rename(standing_in(name), name, left_alone=adapters if isinstance(adapters, str) else None)
         if not isinstance(adapters, str):
             adapters.install(module)
+    head = patch.model.get_output_embeddings()
+    if patch.head is not None and (adapters := head_adapters_of(head)) is not None:
+        if not isinstance(adapters, str) and "longmoe_head_adapters" not in vars(head):
+            adapters.install()

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.integrations.transformers.adapters import adapters_of, adopt_adapters
+from hf_longmoe.integrations.transformers.adapters import adapters_of, adopt_adapters, head_adapters_of
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.checkpoint_function import checkpointing_of, wrap_checkpointing
 from hf_longmoe.integrations.transformers.expert_parallel import (
@@ -277,11 +277,15 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         return
+    adapters = head_adapters_of(lm_head)
+    known = adapters is not None and not isinstance(adapters, str)
+    heads = adapters.heads if known else [lm_head]
+    lm_head = heads[0]
     name = next(name for name, module in model.named_modules() if module is lm_head)
     divided = divided_of(model) if is_divided(model, lm_head) and stock_forward(lm_head) else None
-    reason = "vocab=None in the config" if config is None else why_left_alone(name, lm_head, divided is not None)
-    reason = reason or head_report(model, lm_head)
-    no_ring = reason or why_no_ring(model, lm_head)
+    reason = "vocab=None in the config" if config is None else adapters if isinstance(adapters, str) else None
+    reason = reason or why_left_alone(name, lm_head, divided is not None, known) or head_report(model, lm_head)
+    no_ring = reason or ("an adapter wraps it" if known else why_no_ring(model, lm_head))
     if config is not None and config.schedule == "ring" and no_ring:
         raise ValueError(
             f'vocab.schedule="ring": {name} cannot use it: {no_ring}. "auto" takes tiles where it cannot be used.'
@@ -301,9 +305,12 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
         note = f"blocks of {size} tokens by {size} entries, sums over {divided.wire.size} tensor-parallel ranks"
         patch.entries.append(Entry(name, "vocab", "divided tiles", note))
     else:
-        rows = head_rows(model, lm_head, config)
+        rows = head_rows(model, lm_head, config, adapters.rank if known else 0)
         tied = ", tied to the input embeddings" if model.get_input_embeddings().weight is lm_head.weight else ""
         gathers = f"; {no_ring}" if isinstance(lm_head.weight, DTensor) and no_ring else ""
-        patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}{gathers}"))
+        adapted = f", {adapters}" if known else ""
+        patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}{gathers}{adapted}"))
     patch.head = name
-    yield partial(patch_head, model, lm_head, config, divided)
+    yield partial(patch_head, model, heads, config, divided)
+    if known:
+        yield adapters.install
