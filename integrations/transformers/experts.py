@@ -31,6 +31,7 @@ __all__ = [
     "adapters_on",
     "block_name",
     "block_of",
+    "drop_adapters",
     "hidden_of",
     "is_experts",
     "patch_experts",
@@ -159,10 +160,15 @@ def replaced_schedules(model: nn.Module) -> Iterator[str]:
                 yield name
 
 
-def restore_forward(module: nn.Module) -> None:
-    if (adapters := vars(module).get("longmoe_adapters")) is not None:
+def drop_adapters(experts: nn.Module) -> None:
+    """Has an adapter library run what it has put on these experts itself again."""
+    if (adapters := vars(experts).pop("longmoe_adapters", None)) is not None:
         adapters.remove()
-    for name in ("forward", "longmoe_schedule", "longmoe_kernel", "longmoe_adapters"):
+
+
+def restore_forward(module: nn.Module) -> None:
+    drop_adapters(module)
+    for name in ("forward", "longmoe_schedule", "longmoe_kernel"):
         vars(module).pop(name, None)
 
 

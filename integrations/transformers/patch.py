@@ -213,11 +213,14 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
             settings = ExpertSettings(config, family.output_saved_after)
             ranks = model._mesh_manager.get_mesh("ep").size()
             check_expert_dtype(name, module, sharding)
-            if reason := why_not(module, ranks):
+            if reason := adapters if isinstance(adapters, str) else why_not(module, ranks):
                 patch.entries.append(Entry(name, "dispatch", None, reason))
             else:
-                patch.entries.append(Entry(name, "dispatch", "PipelinedLLEP", ep_note(module, ranks, config)))
+                note = ep_note(module, ranks, config, adapters)
+                patch.entries.append(Entry(name, "dispatch", "PipelinedLLEP", note))
                 yield partial(install, model, module, settings)
+                if adapters is not None:
+                    yield partial(adapters.install, module)
         elif isinstance(adapters, str):
             patch.entries.append(Entry(name, "dispatch", None, adapters))
         elif reason := why_left_alone(name, module, adapters_known=adapters is not None):
