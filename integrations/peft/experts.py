@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from types import MethodType
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_longmoe.integrations.peft.sharded import ExpertRanks, divide, expert_ranks
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
@@ -21,7 +23,7 @@ from hf_longmoe.integrations.transformers.expert_parallel import is_expert_paral
 from hf_longmoe.integrations.transformers.experts import is_experts
 from hf_longmoe.schedules.dispatch import LowRank
 
-__all__ = ["ExpertAdapters", "expert_adapters", "shard_adapters"]
+__all__ = ["ExpertAdapters", "adapter_state_dict", "expert_adapters", "shard_adapters"]
 
 _STACKED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -132,7 +134,7 @@ def shard_adapters(model: nn.Module) -> nn.Module:
 
     Returns:
         The same object. `save_pretrained`, to be called on every rank (with `is_main_process` on one), writes a plain
-        adapter; loading takes one.
+        adapter, and `load_adapter` takes one; see `adapter_state_dict`.
 
     Raises:
         `ValueError`: there are no such factors.
@@ -157,3 +159,17 @@ def shard_adapters(model: nn.Module) -> nn.Module:
 # Stands in for `ParamWrapper._activate_lora`, which registers a parametrization for the length of the call.
 def _lend(self: ParamWrapper, active_adapters: Sequence[str]):
     return self.longmoe_adapters.lent(self, active_adapters)
+
+
+def adapter_state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
+    """
+    What `model.save_pretrained(folder, state_dict=...)` needs of a model that was sharded at load: adapters, and
+    modules that are saved whole, each gathered by itself. Without it PEFT gathers the whole model on every rank.
+
+    To be called on every rank.
+    """
+    kinds = (model.base_model.prefix, "modules_to_save.", "trainable_tokens_")
+    found = {name: value for name, value in model.state_dict().items() if any(kind in name for kind in kinds)}
+    for name, value in found.items():
+        found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().cpu()
+    return found

@@ -2,7 +2,7 @@
 
 PEFT makes the factors of all experts on every rank, as plain tensors, and a Trainer averages their gradients. Divided
 by `shard_adapters`, a rank holds those of its own experts: DTensors on the experts' mesh, of the shape that PEFT
-knows, so that clipping and optimizers treat them like the experts. `state_dict` gives the whole, and takes it.
+knows, so that clipping, optimizers, checkpoints and `save_pretrained` treat them like the experts' own weights.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def divide(wrapper: ParamWrapper, adapter: str, mesh: DeviceMesh, ranks: ExpertR
         by_expert = _StridedShard(1, split_factor=wrapper.r[adapter]) if last else Shard(0)
         layout = _Layout(ranks, wrapper.num_experts, last, mesh, by_expert, weight.shape, weight.stride())
         factor.weight = nn.Parameter(layout.divided(weight.data), requires_grad=weight.requires_grad)
-        factor.register_state_dict_post_hook(partial(layout.give_whole))  # a method takes no attribute
         factor.register_load_state_dict_pre_hook(partial(layout.take_whole))
 
 
@@ -108,11 +107,6 @@ class _Layout:
         placements = [self.by_expert if name == "ep" else Replicate() for name in self.mesh.mesh_dim_names]
         part = self.ranks.slice(whole, self.experts, self.last).contiguous().clone()
         return DTensor.from_local(part, self.mesh, placements, run_check=False, shape=self.shape, stride=self.stride)
-
-    def give_whole(self, factor: nn.Module, state: dict, prefix: str, _: Any) -> None:
-        found = state[f"{prefix}weight"]
-        if isinstance(found, DTensor):
-            state[f"{prefix}weight"] = found.full_tensor()
 
     def take_whole(self, factor: nn.Module, state: dict, prefix: str, *_: Any) -> None:
         found = state.get(f"{prefix}weight")
