@@ -1,0 +1,50 @@
+"""LoRA on experts divided over ranks: loss, gradients and the saved adapter are those of stock PEFT on one process."""
+
+import pytest
+
+DEFAULTS = {
+    "family": "qwen3_moe",
+    "ep_size": 2,
+    "loaded_as": "pipelined_llep",
+    "sharded": True,
+    "modules": ["q_proj"],
+    "checkpointing": False,
+    "trainer": False,
+}
+TWO_RANKS = {
+    "qwen3_moe": {},
+    "gpt_oss": {"family": "gpt_oss", "modules": [], "checkpointing": True, "loaded_as": "all_to_all"},
+    "every rank has all factors": {"sharded": False, "modules": ["q_proj", "lm_head"], "checkpointing": True},
+    "a Trainer": {"trainer": True},
+}
+
+
+@pytest.fixture(scope="module")
+def two(launch):
+    return launch("lora_worker.py", 2, {name: {**DEFAULTS, **case} for name, case in TWO_RANKS.items()})
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks(two, name):
+    check(two, name, {**DEFAULTS, **TWO_RANKS[name]})
+
+
+@pytest.mark.exhaustive
+def test_two_copies_of_each_expert_on_four_ranks(launch):
+    cases = {"divided": DEFAULTS, "whole": {**DEFAULTS, "sharded": False}}
+    found = launch("lora_worker.py", 4, cases)
+    for name, case in cases.items():
+        check(found, name, case)
+
+
+def check(found, name, case):
+    for rank in found:
+        result = rank[name]
+        errors = result["errors"]
+        assert len(errors) > 10 and max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+        divided = {here * case["ep_size"] == whole for here, whole in result["shapes"].values()}
+        assert divided == {case["sharded"]}
+        experts = [line for line in result["schedules"] if ".experts." in line]
+        assert experts and all("PipelinedLLEP" in line and "LoRA by expert" in line for line in experts)
+        if not case["trainer"]:
+            assert max(result["waves"]) > 1 and sum(result["lent"])
