@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 
 from hf_longmoe.integrations.transformers.experts import is_experts, standing_in
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from hf_longmoe.integrations.peft import ExpertAdapters, HeadAdapters
     from hf_longmoe.integrations.transformers.patch import Patch
 
-__all__ = ["adapters_of", "adopt_adapters", "head_adapters_of"]
+__all__ = ["adapter_state_dict_of", "adapters_of", "adopt_adapters", "head_adapters_of"]
 
 
 def adapters_of(model: nn.Module, name: str) -> ExpertAdapters | str | None:
@@ -32,6 +34,15 @@ def head_adapters_of(lm_head: nn.Module) -> HeadAdapters | str | None:
     from hf_longmoe.integrations.peft import head_adapters
 
     return head_adapters(lm_head)
+
+
+def adapter_state_dict_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """What `save_pretrained` of a `PeftModel` is to be given where the model was sharded at load; `None` of others."""
+    if not is_peft_model(model):
+        return None
+    from hf_longmoe.integrations.peft import adapter_state_dict
+
+    return adapter_state_dict(model)
 
 
 def adopt_adapters(patch: Patch) -> None:

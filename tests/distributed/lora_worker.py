@@ -143,6 +143,11 @@ def trained(model, plain, ids, case, path):
         if "lora_" in name:
             other = loaded.get_parameter(name)
             errors[name] = ((other - parameter).abs().max() / parameter.abs().max()).item()
+    before = adapter_state_dict(model)
+    again = LongMoETrainer(model=model, args=TrainingArguments(**options), train_dataset=data)
+    again.train(resume_from_checkpoint=f"{path}/run/checkpoint-1")
+    for name, value in adapter_state_dict(model).items():
+        errors[f"resumed {name}"] = (value - before[name]).abs().max().item()
     return {"errors": errors}
 
 
