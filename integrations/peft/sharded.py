@@ -31,15 +31,14 @@ class ExpertRanks:
     Arguments:
         rank, size: this rank's place among those that the experts are divided over.
         copies: groups of ranks that hold the same experts.
-        data_ranks: ranks with batches of their own: gradients are the mean over these.
-        batch_ranks: ranks that share a batch.
+        data_ranks: all of them: gradients are the mean over these. (Under tensor parallelism PEFT puts no LoRA on
+            experts.)
     """
 
     rank: int
     size: int
     copies: tuple[Any, ...]
     data_ranks: int
-    batch_ranks: int
 
     def part(self, weight: torch.Tensor, experts: int, last: bool) -> torch.Tensor:
         """
@@ -56,8 +55,7 @@ class ExpertRanks:
         """
         if isinstance(weight, DTensor):
             return _Mean.apply(weight.to_local(), self.copies, self.data_ranks)
-        whole = _Mean.apply(weight, (), 1 / self.batch_ranks) if self.batch_ranks > 1 else weight
-        return self.slice(whole, experts, last)
+        return self.slice(weight, experts, last)
 
     def slice(self, whole: torch.Tensor, experts: int, last: bool) -> torch.Tensor:
         count = experts // self.size
@@ -75,8 +73,7 @@ def expert_ranks(model: PreTrainedModel) -> ExpertRanks:
         copies.append(meshes.get_mesh("dp_replicate"))
     groups = tuple(mesh.get_group() for mesh in copies if mesh.size() > 1)
     ep = meshes.get_mesh("ep")
-    batch_ranks = meshes.get_mesh("tp").size()
-    return ExpertRanks(ep.get_local_rank(), ep.size(), groups, sharding.dp_size, batch_ranks)
+    return ExpertRanks(ep.get_local_rank(), ep.size(), groups, sharding.dp_size)
 
 
 def divide(wrapper: ParamWrapper, adapter: str, mesh: DeviceMesh, ranks: ExpertRanks) -> None:

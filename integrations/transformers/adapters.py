@@ -55,7 +55,7 @@ def adopt_adapters(patch: Patch) -> None:
             continue
         if known is not None:
             known.remove()
-        patch.rename(standing_in(name), name, left_alone=adapters if isinstance(adapters, str) else None)
+        patch.adapted(standing_in(name), name, adapters)
         if not isinstance(adapters, str):
             adapters.install(module)
     head = patch.model.get_output_embeddings()

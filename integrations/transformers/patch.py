@@ -93,12 +93,13 @@ class Patch:
     def __str__(self) -> str:
         return "\n".join(map(str, self.entries))
 
-    def rename(self, before: str, name: str, left_alone: str | None = None) -> None:
-        """A module of the report has got another name, by an adapter that wraps it now; or has to be left alone."""
+    def adapted(self, before: str, name: str, adapters: Any) -> None:
+        """A module of the report has another name since adapters wrap it; a string says why it is left alone."""
         for i, entry in enumerate(self.entries):
-            if entry.module == before:
-                schedule, note = (None, left_alone) if left_alone else (entry.schedule, entry.note)
-                self.entries[i] = replace(entry, module=name, schedule=schedule, note=note)
+            if entry.module == before and isinstance(adapters, str):
+                self.entries[i] = replace(entry, module=name, schedule=None, note=adapters)
+            elif entry.module == before:
+                self.entries[i] = replace(entry, module=name, note=f"{entry.note}, {adapters}")
 
     def leave_head_alone(self, reason: str) -> None:
         """Corrects the report once a call has shown that the head's schedule cannot be used."""
@@ -310,7 +311,7 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
     else:
         rows = head_rows(model, lm_head, config, adapters.rank if known else 0)
         tied = ", tied to the input embeddings" if model.get_input_embeddings().weight is lm_head.weight else ""
-        gathers = f"; {no_ring}" if isinstance(lm_head.weight, DTensor) and no_ring else ""
+        gathers = f"; {no_ring}" if isinstance(lm_head.weight, DTensor) and no_ring and not known else ""
         adapted = f", {adapters}" if known else ""
         patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}{gathers}{adapted}"))
     patch.head = name

@@ -23,10 +23,8 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 def lora(model, case, seed=5):
     torch.manual_seed(seed)
-    config = LoraConfig(
-        r=3, lora_alpha=6, init_lora_weights=False, target_modules=case["modules"], target_parameters=EXPERTS
-    )
-    return get_peft_model(model, config)
+    options = dict(target_modules=case["modules"], target_parameters=EXPERTS, modules_to_save=case["saved"])
+    return get_peft_model(model, LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, **options))
 
 
 def run(case):
@@ -38,7 +36,12 @@ def run(case):
         save(case["family"], path)
     distributed.barrier()
     plain = lora(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train(), case)
-    sharding = DistributedConfig(fsdp_size=size, ep_size=case["ep_size"], ep_implementation=case["loaded_as"])
+    sharding = DistributedConfig(
+        fsdp_size=size,
+        ep_size=case["ep_size"],
+        ep_implementation=case["loaded_as"],
+        fsdp_plan={"lm_head": "free_full_weight"} if case["ring"] else None,
+    )
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=sharding).train()
     # Every rank draws its own factors, which those of the first rank replace; a Trainer does so with whole ones.
     model = lora(model, case, seed=5 + rank * case["sharded"])

@@ -8,13 +8,16 @@ DEFAULTS = {
     "loaded_as": "pipelined_llep",
     "sharded": True,
     "modules": ["q_proj"],
+    "saved": None,
+    "ring": False,
     "checkpointing": False,
     "trainer": False,
 }
 TWO_RANKS = {
     "qwen3_moe": {},
-    "gpt_oss": {"family": "gpt_oss", "modules": [], "checkpointing": True, "loaded_as": "all_to_all"},
+    "gpt_oss": {"family": "gpt_oss", "modules": [], "checkpointing": True, "loaded_as": "all_to_all", "ring": True},
     "every rank has all factors": {"sharded": False, "modules": ["q_proj", "lm_head"], "checkpointing": True},
+    "FSDP2 alone": {"ep_size": 1, "loaded_as": "auto", "sharded": False},
     "a Trainer": {"trainer": True},
 }
 
@@ -45,6 +48,8 @@ def check(found, name, case):
         divided = {here * case["ep_size"] == whole for here, whole in result["shapes"].values()}
         assert divided == {case["sharded"]}
         experts = [line for line in result["schedules"] if ".experts." in line]
-        assert experts and all("PipelinedLLEP" in line and "LoRA by expert" in line for line in experts)
-        if not case["trainer"]:
+        schedule = "PipelinedLLEP" if case["ep_size"] > 1 else "expert-major waves"
+        assert experts and all(schedule in line and "LoRA by expert" in line for line in experts)
+        assert any("vocab, ring" in line for line in result["schedules"]) == case["ring"]
+        if not case["trainer"] and case["ep_size"] > 1:
             assert max(result["waves"]) > 1 and sum(result["lent"])

@@ -173,8 +173,9 @@ class Projection:
 
 def effective(weight: torch.Tensor, factors: Sequence[Factors], params: Sequence[torch.Tensor]) -> torch.Tensor:
     """Weights of some experts with what is added to them, for a kernel that has to have them whole; differentiable."""
-    for found in factors:
-        a, b = params[found.a].to(weight.dtype), params[found.b].to(weight.dtype)
-        left, right = (a.transpose(1, 2), b.transpose(1, 2)) if found.transposed else (b, a)
-        weight = torch.baddbmm(weight, left, right, alpha=found.scale)
+    with torch.autocast(weight.device.type, enabled=False):  # a sum in the weight's own dtype, whatever follows
+        for found in factors:
+            a, b = params[found.a].to(weight.dtype), params[found.b].to(weight.dtype)
+            left, right = (a.transpose(1, 2), b.transpose(1, 2)) if found.transposed else (b, a)
+            weight = torch.baddbmm(weight, left, right, alpha=found.scale)
     return weight
