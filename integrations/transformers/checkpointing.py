@@ -251,10 +251,12 @@ def _rectangular(value: Any) -> Any:
         return value
     factors = [getattr(placement, "split_factor", 1) for placement in value.placements]
     for at, (placement, factor) in enumerate(zip(value.placements, factors, strict=True)):
+        if factor == 1:
+            continue
         inner = 1
         for later, other in enumerate(value.placements[at + 1 :], start=at + 1):
             inner *= value.device_mesh.size(later) if other.is_shard(placement.dim) else 1
-        if factor not in (1, inner):
+        if factor != inner:
             whole = [Shard(p.dim) if hasattr(p, "dim") else Replicate() for p in value.placements]
             return value.redistribute(placements=whole)
     return value

@@ -26,7 +26,7 @@ from hf_longmoe.integrations.transformers.logit_steps import (
     cast_target,
 )
 
-__all__ = ["DeferredLogits", "LossCall", "current_call", "defer"]
+__all__ = ["DeferredLogits", "LossCall", "current_call", "defer", "with_low_rank"]
 
 _NOT_KEPT = (
     "The logits of a training step are not formed: the loss was computed without them. To read them, call the model"
@@ -78,11 +78,18 @@ class _Source:
     """What logits are formed from, and how the stock model would: it is the one owner of hidden states and weight."""
 
     def __init__(
-        self, call: LossCall, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ring: Any
+        self,
+        call: LossCall,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ring: Any,
+        low_rank: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self.call: LossCall | None = call  # until it ends
-        self.ring, self.gathered = ring, False
-        self.operands: tuple[torch.Tensor, ...] | None = (hidden, weight) if bias is None else (hidden, weight, bias)
+        self.ring, self.gathered, self.biased = ring, False, bias is not None
+        own = (hidden, weight) if bias is None else (hidden, weight, bias)
+        self.operands: tuple[torch.Tensor, ...] | None = own + low_rank
         self.training, self.formed = call.training, False
         device = hidden.device.type
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
@@ -95,12 +102,20 @@ class _Source:
         weight = self.operands[1]
         return dtype if enabled and weight.dtype != torch.float64 else weight.dtype
 
+    def parts(self, operands: tuple[torch.Tensor, ...] | None = None) -> tuple[Any, ...]:
+        """(hidden, weight, bias or `None`, (u, v) or `None`)."""
+        hidden, weight, *more = self.operands if operands is None else operands
+        return hidden, weight, more.pop(0) if self.biased else None, tuple(more) or None
+
     def project(self, applied: tuple, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
         device, dtype, enabled = self.autocast
         if self.ring is not None:
             operands = operands[0], *map(self.ring.gathered, operands[1:])
         with torch.autocast(device, dtype=dtype, enabled=enabled):
-            logits = nn.functional.linear(*operands)
+            hidden, weight, bias, low_rank = self.parts(operands)
+            logits = nn.functional.linear(hidden, weight, bias)
+            if low_rank is not None:
+                logits = (logits + nn.functional.linear(*low_rank)).to(logits.dtype)
             for func, arguments, options in applied:
                 logits = func(logits, *arguments, **options)
         return logits
@@ -118,6 +133,7 @@ def defer(
     ring: Any = None,
     vocab_size: int | None = None,
     gathered: bool = False,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> DeferredLogits:
     """
     Arguments:
@@ -125,11 +141,12 @@ def defer(
         ring: where weight and bias are this rank's parts: a `ring_head.Ring`, and `vocab_size`, V.
         gathered: FSDP2 holds the gathered weight until backward. It hooks the logits to gather it again by then, and
             need not.
+        low_rank: u `[..., r]` and v `[V, r]`, without a ring.
 
     Returns:
-        What stands for `linear(hidden, weight, bias)`, `[..., V]`.
+        What stands for `linear(hidden, weight, bias)`, with `linear(u, v)` added, `[..., V]`.
     """
-    source = _Source(call, hidden, weight, bias, ring)
+    source = _Source(call, hidden, weight, bias, ring, low_rank or ())
     source.gathered = gathered
     return _derive(source, Steps(), (*hidden.shape[:-1], vocab_size or len(weight)), source.dtype, hidden.device)
 
@@ -138,6 +155,25 @@ def _derive(source: _Source, steps: Steps, shape: tuple, dtype: torch.dtype, dev
     if source.call is None:  # after the call there is no graph to put them into
         return DeferredLogits(source, [steps], shape, dtype, device)
     return _Defer.apply(source, [steps], shape, dtype, device, *source.operands)
+
+
+def with_low_rank(
+    logits: torch.Tensor, u: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    What an adapter makes of the logits that its base layer has just given: `linear(u, v, bias)` is added, in the dtype
+    of the logits.
+
+    Arguments:
+        logits: deferred or not, `[..., V]`.
+        u: `[..., r]`; v: `[V, r]`; bias: `[V]`.
+    """
+    if isinstance(logits, DeferredLogits) and logits.ready and not logits.steps.applied and logits.source.ring is None:
+        hidden, weight, own, _ = logits.source.parts()
+        if bias is not None:
+            own = bias.to(weight.dtype) if own is None else own + bias.to(own.dtype)
+        return defer(logits.source.call, hidden, weight, own, gathered=logits.source.gathered, low_rank=(u, v))
+    return (logits + nn.functional.linear(u, v, bias)).to(logits.dtype)
 
 
 class _Defer(torch.autograd.Function):

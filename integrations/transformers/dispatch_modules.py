@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longmoe.integrations.transformers.expert_parallel import pipelined
-from hf_longmoe.integrations.transformers.experts import block_of, is_experts
+from hf_longmoe.integrations.transformers.experts import block_name, block_of, is_experts
 
 __all__ = ["PARTS", "DispatchModule", "dispatch_modules"]
 
@@ -69,7 +69,7 @@ def dispatch_modules(model: PreTrainedModel) -> list[DispatchModule]:
     stacks: dict[str, set[str]] = {}  # where MoE layers stand -> the names of the blocks in them
     for name, module in model.named_modules():
         if is_experts(module):
-            parent = model.get_submodule(name.rpartition(".")[0])
+            parent = model.get_submodule(block_name(name))
             shared = [m for child, m in parent.named_children() if "shared" in child]
             if isinstance(parent, GradientCheckpointingLayer):
                 found.append(DispatchModule(module))

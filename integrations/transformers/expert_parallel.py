@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,13 @@ from transformers.distributed.expert_parallel import (
 )
 
 from hf_longmoe.config import DispatchConfig
-from hf_longmoe.integrations.transformers.experts import block_of, hidden_of, is_experts
+from hf_longmoe.integrations.transformers.experts import (
+    Adapters,
+    block_of,
+    drop_adapters,
+    hidden_of,
+    is_experts,
+)
 from hf_longmoe.schedules.dispatch import PipelinedDispatch, PipelineSizes, pipeline_sizes
 from hf_longmoe.schedules.dispatch.clone import bare_clone
 from hf_longmoe.schedules.wire import GroupWire
@@ -151,23 +158,26 @@ def why_not(experts: nn.Module, ranks: int) -> str | None:
     return None
 
 
-def sizes_of(experts: nn.Module, ranks: int, config: DispatchConfig) -> PipelineSizes:
+def sizes_of(
+    experts: nn.Module, ranks: int, config: DispatchConfig, adapters: Adapters | None = None
+) -> PipelineSizes:
     """What the budget buys, before anything has run; raises as `pipeline_sizes` does."""
     # Stand-ins of the shapes that the experts will have when they run: FSDP2 may hold less of them until then.
     clone = bare_clone(experts)
     for name, param in experts.named_parameters():
         like = torch.empty(_local_shape(param, ranks), dtype=param.dtype, device="meta")
         clone._parameters[name] = nn.Parameter(like, requires_grad=param.requires_grad)
-    block, params = block_of(clone, config.kernel)
+    block, params = block_of(clone, config.kernel, adapters)
     hidden = hidden_of(clone)
     return _sizes(config, params[0].dtype, hidden, block, params, ranks)
 
 
-def ep_note(experts: nn.Module, ranks: int, config: DispatchConfig) -> str:
+def ep_note(experts: nn.Module, ranks: int, config: DispatchConfig, adapters: Any = None) -> str:
     """For the report: what a wave holds, and the bound that no routing passes."""
-    sizes = sizes_of(experts, ranks, config)
+    sizes = sizes_of(experts, ranks, config, None if adapters is None else adapters.active())
     lent = sizes.caps.foreign // (sizes.caps.weight_bytes + sizes.caps.gradient_bytes)
     lending = f"{lent} lent experts in flight" if lent else "nothing lent"
+    lending += "" if adapters is None else f", {adapters}"
     return f"{sizes.caps.rows} rows a wave, {sizes.tile} a tile, {lending}; never above {format_bytes(sizes.bound)}"
 
 
@@ -222,6 +232,7 @@ def install(model: PreTrainedModel, experts: nn.Module, settings: ExpertSettings
 
 
 def uninstall(experts: nn.Module) -> None:
+    drop_adapters(experts)
     experts.forward = vars(experts).pop("longmoe_ep_forward")
     del experts.longmoe_schedule
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MethodType
 
 import torch
@@ -11,17 +13,32 @@ from torch.nn.utils import parametrize
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
-from hf_longmoe.schedules.dispatch import Block, GatedMLP, LocalDispatch, ModelKernel, TokenTiles
+from hf_longmoe.schedules.dispatch import (
+    AdaptedMLP,
+    Block,
+    GatedMLP,
+    LocalDispatch,
+    LowRank,
+    ModelKernel,
+    Projection,
+    TokenTiles,
+    with_factors,
+)
 from hf_longmoe.schedules.numerics import autocast_dtype
 
 __all__ = [
+    "Adapters",
+    "adapters_on",
+    "block_name",
     "block_of",
+    "drop_adapters",
     "hidden_of",
     "is_experts",
     "patch_experts",
     "patch_mlp",
     "replaced_schedules",
     "restore_forward",
+    "standing_in",
 ]
 
 
@@ -30,19 +47,45 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(type(module), "_apply_gate") and "is_concatenated" in vars(module)
 
 
+def block_name(name: str) -> str:
+    """The name of what an experts module of this name stands in, whatever adapters wrap it."""
+    return standing_in(name).rpartition(".")[0]
+
+
+def standing_in(name: str) -> str:
+    """The name that a module has without the adapters that wrap it."""
+    return _WRAPPED.sub("", name)
+
+
 def hidden_of(experts: nn.Module) -> int:
     """H, from the weights: the configs' names for it differ."""
     return experts.down_proj.shape[-1 if experts.is_transposed else -2]
 
 
-def block_of(experts: nn.Module, kernel: str) -> tuple[Block, tuple[torch.Tensor, ...]]:
+_WRAPPED = re.compile(r"(\.(base_layer|original_module|modules_to_save\.[^.]+))+$")  # as PEFT names what it wraps
+
+Adapters = Mapping[str, Sequence[LowRank]]
+"""What an adapter library adds to the stacked weights of an experts module, by parameter name."""
+
+
+def adapters_on(experts: nn.Module) -> Adapters:
+    """What is added to these experts here and now: which adapters are active can change from call to call."""
+    source: Callable[[], Adapters] | None = vars(experts).get("longmoe_adapters")
+    return {} if source is None else source()
+
+
+def block_of(
+    experts: nn.Module, kernel: str, adapters: Adapters | None = None
+) -> tuple[Block, tuple[torch.Tensor, ...]]:
     """
     How a wave of these experts runs, and the parameters it needs.
 
     Arguments:
         experts: an experts module.
         kernel: `DispatchConfig.kernel`.
+        adapters: what is added to its weights; `adapters_on(experts)` if not given.
     """
+    adapters = adapters_on(experts) if adapters is None else adapters
     named = dict(experts.named_parameters())
     standard = (
         experts.has_gate
@@ -56,13 +99,42 @@ def block_of(experts: nn.Module, kernel: str) -> tuple[Block, tuple[torch.Tensor
     usual = implementation in ("eager", "grouped_mm", "batched_mm")
     # `grouped_mm` computes in the weights' dtype under autocast; the others in autocast's, which only they know how.
     cast = implementation != "grouped_mm" and autocast_dtype(experts.down_proj.device) is not None
-    if kernel == "auto" and usual and standard and not cast:
+    ours = kernel == "auto" and usual and not cast
+    if adapters:
+        return _adapted(experts, named, adapters, ours)
+    if ours and standard:
         silu = isinstance(experts.act_fn, (nn.SiLU, SiLUActivation))
         return GatedMLP(experts.act_fn, silu), (experts.gate_up_proj, experts.down_proj)
+    return _model_kernel(experts, named), tuple(named.values())
+
+
+def _model_kernel(experts: nn.Module, named: Mapping[str, torch.Tensor]) -> ModelKernel:
     stacked = tuple("." not in name and p.shape[0] == experts.num_experts for name, p in named.items())
     own_gate = experts.has_gate and type(experts)._apply_gate is not _default_apply_gate
-    block = ModelKernel(experts, tuple(named), stacked, own_gate, gathers_weights=implementation == "batched_mm")
-    return block, tuple(named.values())
+    gathers = experts.config._experts_implementation == "batched_mm"
+    return ModelKernel(experts, tuple(named), stacked, own_gate, gathers_weights=gathers)
+
+
+def _adapted(
+    experts: nn.Module, named: Mapping[str, torch.Tensor], adapters: Adapters, ours: bool
+) -> tuple[Block, tuple[torch.Tensor, ...]]:
+    """As `block_of`, with what is added. What `grouped_mm` does of itself, for any experts without a norm, is ours."""
+    names, transposed = tuple(named), experts.is_transposed
+    low_rank, params = with_factors(names, tuple(named.values()), adapters, transposed)
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    biases = {f"{up}_bias", "down_proj_bias"} if experts.has_bias else set()
+    if not ours or experts.has_post_expert_norm or set(names) != {up, "down_proj"} | biases:
+        kernel = _model_kernel(experts, named)
+        stacked = kernel.stacked + (True,) * (len(params) - len(names))
+        return replace(kernel, stacked=stacked, low_rank=low_rank), params
+
+    def projection(name: str) -> Projection:
+        place = names.index(name)
+        bias = names.index(f"{name}_bias") if biases else None
+        return Projection(place, transposed, bias, tuple(f for f in low_rank if f.weight == place))
+
+    gate = experts._apply_gate if experts.has_gate else experts.act_fn
+    return AdaptedMLP(gate, projection(up), projection("down_proj"), len(params)), params
 
 
 def patch_experts(experts: nn.Module, schedule: LocalDispatch, kernel: str) -> None:
@@ -88,7 +160,14 @@ def replaced_schedules(model: nn.Module) -> Iterator[str]:
                 yield name
 
 
+def drop_adapters(experts: nn.Module) -> None:
+    """Has an adapter library run what it has put on these experts itself again."""
+    if (adapters := vars(experts).pop("longmoe_adapters", None)) is not None:
+        adapters.remove()
+
+
 def restore_forward(module: nn.Module) -> None:
+    drop_adapters(module)
     for name in ("forward", "longmoe_schedule", "longmoe_kernel"):
         vars(module).pop(name, None)
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput, logging
 
+from hf_longmoe.integrations.transformers.adapters import adopt_adapters
 from hf_longmoe.integrations.transformers.checkpoint_function import checkpointing_of, wrap_checkpointing
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, LossCall
 from hf_longmoe.integrations.transformers.expert_parallel import replaced_implementations
@@ -130,6 +131,7 @@ def _forward(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
 def _check_first_step(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     check_launch(training=model)
     check_shared_batch(model, inputs.get("input_ids"))
+    adopt_adapters(model.longmoe)
     for name in (*replaced_schedules(model), *replaced_implementations(model)):
         raise RuntimeError(_REPLACED.format(what=f"The forward of {name}"))
     wrap_checkpointing(model, checkpointing_of(model))  # Accelerate's FSDP2 wraps layers in `prepare`

@@ -7,7 +7,7 @@ own loss follows: exact, but unbounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -28,9 +28,9 @@ from hf_longmoe.schedules.vocab import linear_cross_entropy, ring_tile, tile_row
 __all__ = ["TiledLoss", "head_report", "head_rows", "patch_head", "restore_head", "ring_rows"]
 
 
-def head_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig) -> int:
+def head_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig, rank: int = 0) -> int:
     """
-    Tokens of a tile outside of autocast.
+    Tokens of a tile outside of autocast; `rank` of what adapters add to the head.
 
     Raises:
         `ValueError`: not even the smallest tile fits the budget; for a float32 head also under autocast, which takes
@@ -41,7 +41,8 @@ def head_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig) -
 
     def rows(dtype: torch.dtype) -> int:
         bias = lm_head.bias is not None
-        return tile_rows(config.budget, *weight.shape, dtype=dtype, keep_logits=capped, bias=bias)
+        vocab_size, hidden_size = weight.shape
+        return tile_rows(config.budget, vocab_size, hidden_size + rank, dtype=dtype, keep_logits=capped, bias=bias)
 
     if weight.dtype == torch.float32:
         try:
@@ -84,14 +85,20 @@ class HeadSettings:
     stock: Callable | None
 
 
-def patch_head(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig, divided: Divided | None) -> None:
-    lm_head.longmoe_head = HeadSettings(gathered_until_backward(model, lm_head), divided, stock_forward(lm_head))
-    lm_head.forward = MethodType(_head_forward, lm_head)
+def patch_head(
+    model: PreTrainedModel, heads: Sequence[nn.Linear], config: VocabConfig, divided: Divided | None
+) -> None:
+    """`heads`: one, or with an adapter library's copies of it."""
+    for lm_head in heads:
+        lm_head.longmoe_head = HeadSettings(gathered_until_backward(model, lm_head), divided, stock_forward(lm_head))
+        lm_head.forward = MethodType(_head_forward, lm_head)
     model.loss_function = TiledLoss(config, model.loss_function, vars(model).get("_loss_function"))
 
 
 def restore_head(model: PreTrainedModel) -> None:
     for module in model.modules():  # PEFT's `modules_to_save` makes copies
+        if (adapters := vars(module).get("longmoe_head_adapters")) is not None:
+            adapters.remove()
         settings: HeadSettings | None = vars(module).pop("longmoe_head", None)
         if settings is not None:
             vars(module).pop("forward", None)
@@ -176,8 +183,8 @@ class TiledLoss:
             )
         if not deferred:
             return _formed_loss(config, logits, shift_labels.reshape(-1), num_items_in_batch, ignore_index)
-        hidden, weight, *bias = logits.source.operands
-        labels, bias = shift_labels.reshape(hidden.shape[:-1]), bias[0] if bias else None
+        hidden, weight, bias, low_rank = logits.source.parts()
+        labels = shift_labels.reshape(hidden.shape[:-1])
         options = dict(
             budget=config.budget,
             ignore_index=ignore_index,
@@ -188,7 +195,7 @@ class TiledLoss:
         )
         if logits.source.ring is not None:
             return logits.source.ring.loss(hidden, weight, bias, labels, **options)
-        return linear_cross_entropy(hidden, weight, labels, bias=bias, **options)
+        return linear_cross_entropy(hidden, weight, labels, bias=bias, low_rank=low_rank, **options)
 
 
 def _formed_loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from hf_longmoe.config import LongMoEConfig
+from hf_longmoe.integrations.transformers.adapters import adapters_of, adopt_adapters, head_adapters_of
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.checkpoint_function import checkpointing_of, wrap_checkpointing
 from hf_longmoe.integrations.transformers.expert_parallel import (
@@ -26,6 +27,7 @@ from hf_longmoe.integrations.transformers.expert_parallel import (
     why_not,
 )
 from hf_longmoe.integrations.transformers.experts import (
+    block_name,
     block_of,
     hidden_of,
     is_experts,
@@ -47,7 +49,7 @@ from hf_longmoe.integrations.transformers.ring_head import Ring, ring_of, why_no
 from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
 from hf_longmoe.integrations.transformers.routing_pins import pin_routing
 from hf_longmoe.integrations.transformers.tp_head import divided_of, is_divided, stock_forward
-from hf_longmoe.schedules.dispatch import GatedMLP, LocalDispatch, TokenTiles
+from hf_longmoe.schedules.dispatch import LocalDispatch, ModelKernel, TokenTiles
 
 __all__ = ["Entry", "Patch", "patch_model", "unpatch_model"]
 
@@ -91,6 +93,14 @@ class Patch:
     def __str__(self) -> str:
         return "\n".join(map(str, self.entries))
 
+    def adapted(self, before: str, name: str, adapters: Any) -> None:
+        """A module of the report has another name since adapters wrap it; a string says why it is left alone."""
+        for i, entry in enumerate(self.entries):
+            if entry.module == before and isinstance(adapters, str):
+                self.entries[i] = replace(entry, module=name, schedule=None, note=adapters)
+            elif entry.module == before:
+                self.entries[i] = replace(entry, module=name, note=f"{entry.note}, {adapters}")
+
     def leave_head_alone(self, reason: str) -> None:
         """Corrects the report once a call has shown that the head's schedule cannot be used."""
         entry = Entry(self.head, "vocab", None, reason)
@@ -120,6 +130,7 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
     target = causal_lm(model)
     before: Patch | None = vars(target).get("longmoe")
     if before is not None and before.config == config:
+        adopt_adapters(before)
         return model
     check_model(model, target, config)
     unpatch_model(model)
@@ -197,26 +208,34 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
         )
     dense: dict[str, tuple[nn.Module, bool]] = {}
     for name, module in experts.items():
-        parent = model.get_submodule(name.rpartition(".")[0])
+        parent = model.get_submodule(block_name(name))
+        adapters = adapters_of(model, name)
         if is_expert_parallel(module):
             settings = ExpertSettings(config, family.output_saved_after)
             ranks = model._mesh_manager.get_mesh("ep").size()
             check_expert_dtype(name, module, sharding)
-            if reason := why_not(module, ranks):
+            if reason := adapters if isinstance(adapters, str) else why_not(module, ranks):
                 patch.entries.append(Entry(name, "dispatch", None, reason))
             else:
-                patch.entries.append(Entry(name, "dispatch", "PipelinedLLEP", ep_note(module, ranks, config)))
+                note = ep_note(module, ranks, config, adapters)
+                patch.entries.append(Entry(name, "dispatch", "PipelinedLLEP", note))
                 yield partial(install, model, module, settings)
-        elif reason := why_left_alone(name, module):
+                if adapters is not None:
+                    yield partial(adapters.install, module)
+        elif isinstance(adapters, str):
+            patch.entries.append(Entry(name, "dispatch", None, adapters))
+        elif reason := why_left_alone(name, module, adapters_known=adapters is not None):
             patch.entries.append(Entry(name, "dispatch", None, reason))
         else:
             schedule = LocalDispatch(config.budget, family.output_saved_after)
-            note = _experts_note(schedule, module, config.kernel)
+            note = _experts_note(schedule, module, config.kernel, adapters)
             patch.entries.append(Entry(name, "dispatch", "expert-major waves", note))
             yield partial(patch_experts, module, schedule, config.kernel)
+            if adapters is not None:
+                yield partial(adapters.install, module)
         for child in family.shared:
             if (shared := getattr(parent, child, None)) is not None:
-                dense[f"{name.rpartition('.')[0]}.{child}"] = (shared, family.shared_saved_after)
+                dense[f"{block_name(name)}.{child}"] = (shared, family.shared_saved_after)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
     sparse = {n for n, layer in layers.items() if any(map(is_experts, layer.modules()))}
     for name in sparse:
@@ -243,11 +262,12 @@ def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
         yield partial(_stream_router_loss, patch, *found)
 
 
-def _experts_note(schedule: LocalDispatch, experts: nn.Module, kernel: str) -> str:
-    block, params = block_of(experts, kernel)
+def _experts_note(schedule: LocalDispatch, experts: nn.Module, kernel: str, adapters: Any) -> str:
+    block, params = block_of(experts, kernel, {} if adapters is None else adapters.active())
     hidden = hidden_of(experts)
     kernel = f"the model's {experts.config._experts_implementation}"
-    how = "written-out backward" if isinstance(block, GatedMLP) else kernel
+    how = kernel if isinstance(block, ModelKernel) else "written-out backward"
+    how = how if adapters is None else f"{how}, {adapters}"
     return f"{schedule.rows(_like_input(params[0], hidden), block, params)} rows at a time, {how}"
 
 
@@ -265,11 +285,15 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
     lm_head = model.get_output_embeddings()
     if lm_head is None:
         return
+    adapters = head_adapters_of(lm_head)
+    known = adapters is not None and not isinstance(adapters, str)
+    heads = adapters.heads if known else [lm_head]
+    lm_head = heads[0]
     name = next(name for name, module in model.named_modules() if module is lm_head)
     divided = divided_of(model) if is_divided(model, lm_head) and stock_forward(lm_head) else None
-    reason = "vocab=None in the config" if config is None else why_left_alone(name, lm_head, divided is not None)
-    reason = reason or head_report(model, lm_head)
-    no_ring = reason or why_no_ring(model, lm_head)
+    reason = "vocab=None in the config" if config is None else adapters if isinstance(adapters, str) else None
+    reason = reason or why_left_alone(name, lm_head, divided is not None, known) or head_report(model, lm_head)
+    no_ring = reason or ("an adapter wraps it" if known else why_no_ring(model, lm_head))
     if config is not None and config.schedule == "ring" and no_ring:
         raise ValueError(
             f'vocab.schedule="ring": {name} cannot use it: {no_ring}. "auto" takes tiles where it cannot be used.'
@@ -289,9 +313,12 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
         note = f"blocks of {size} tokens by {size} entries, sums over {divided.wire.size} tensor-parallel ranks"
         patch.entries.append(Entry(name, "vocab", "divided tiles", note))
     else:
-        rows = head_rows(model, lm_head, config)
+        rows = head_rows(model, lm_head, config, adapters.rank if known else 0)
         tied = ", tied to the input embeddings" if model.get_input_embeddings().weight is lm_head.weight else ""
-        gathers = f"; {no_ring}" if isinstance(lm_head.weight, DTensor) and no_ring else ""
-        patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}{gathers}"))
+        gathers = f"; {no_ring}" if isinstance(lm_head.weight, DTensor) and no_ring and not known else ""
+        adapted = f", {adapters}" if known else ""
+        patch.entries.append(Entry(name, "vocab", "tiles", f"{rows} tokens at a time{tied}{gathers}{adapted}"))
     patch.head = name
-    yield partial(patch_head, model, lm_head, config, divided)
+    yield partial(patch_head, model, heads, config, divided)
+    if known:
+        yield adapters.install

@@ -159,14 +159,17 @@ def check_shared_batch(model: PreTrainedModel, input_ids: torch.Tensor | None) -
             )
 
 
-def why_left_alone(name: str, module: nn.Module, forward_known: bool = False) -> str | None:
+def why_left_alone(
+    name: str, module: nn.Module, forward_known: bool = False, adapters_known: bool = False
+) -> str | None:
     """
     Why an experts module, an MLP or a head is not patched; `None` if it can be.
 
     Arguments:
         forward_known: a forward that something else has put there is one that we replace and put back.
+        adapters_known: what wraps it is run by the schedule too.
     """
-    if "base_layer" in name.split(".") or type(module).__module__.startswith("peft."):
+    if not adapters_known and "base_layer" in name.split(".") or type(module).__module__.startswith("peft."):
         return "an adapter wraps it; put adapters on other modules, or merge them first"
     if parametrize.is_parametrized(module):
         return "its weights are parametrized"

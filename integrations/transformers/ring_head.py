@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_longmoe.integrations.transformers.deferred import current_call, defer
+from hf_longmoe.integrations.transformers.experts import standing_in
 from hf_longmoe.schedules.vocab import ring_cross_entropy
 from hf_longmoe.schedules.wire import GroupWire
 
@@ -108,7 +109,7 @@ def divide_head(lm_head: nn.Module, **options: Any) -> dict[nn.Parameter, nn.Par
 
 def _style(model: PreTrainedModel, lm_head: nn.Module) -> str | None:
     name = next((name for name, module in model.named_modules() if module is lm_head), None)
-    return (model.fsdp_plan or {}).get(name)
+    return (model.fsdp_plan or {}).get(name if name is None else standing_in(name))
 
 
 def ring_of(lm_head: nn.Module) -> Ring:

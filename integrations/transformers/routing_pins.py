@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longmoe.integrations.transformers.experts import is_experts
+from hf_longmoe.integrations.transformers.experts import block_name, is_experts
 from hf_longmoe.schedules.replay import pin_top_k
 
 __all__ = ["pin_routing"]
@@ -27,7 +27,7 @@ def _routing_modules(model: nn.Module) -> set[nn.Module]:
     found = set()
     for name, module in model.named_modules():
         if is_experts(module):
-            block = model.get_submodule(name.rpartition(".")[0])
+            block = model.get_submodule(block_name(name))
             if isinstance(block, GradientCheckpointingLayer):
                 found |= {m for child, m in block.named_children() if "router" in child or "gate" in child}
             else:

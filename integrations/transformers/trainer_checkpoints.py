@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, get_l
 from transformers.utils import logging
 
 from hf_longmoe.integrations.transformers import checkpoint_folder, checkpointing
+from hf_longmoe.integrations.transformers.adapters import adapter_state_dict_of
 from hf_longmoe.integrations.transformers.checkpointing import together
 from hf_longmoe.integrations.transformers.end_together import end_together
 from hf_longmoe.integrations.transformers.refusals import check_tied
@@ -129,6 +130,11 @@ class TrainerCheckpoints:
         together(lambda: checkpoint_folder.publish(aside, target) if first else None, what)
         best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
         together(lambda: checkpoint_folder.rotate(run, limit, target, best) if first else None, "delete checkpoints")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and self.is_distributed_loading_by_transformers:
+            state_dict = adapter_state_dict_of(self.model)
+        super()._save(output_dir, state_dict)
 
     def _note_best(self, run: Path, target: Path) -> None:
         if self.state.best_global_step:

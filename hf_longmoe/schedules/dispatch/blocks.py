@@ -18,11 +18,12 @@ from torch import nn
 
 from hf_longmoe.schedules.dispatch.clone import bare_clone
 from hf_longmoe.schedules.dispatch.gradients import WeightGradients
+from hf_longmoe.schedules.dispatch.low_rank import Factors, effective
 from hf_longmoe.schedules.dispatch.plan import Segment, Wave
 from hf_longmoe.schedules.numerics import accumulation_dtype
 from hf_longmoe.schedules.rehearsal import each
 
-__all__ = ["Block", "GatedMLP", "ModelKernel", "row_slices"]
+__all__ = ["Block", "GatedMLP", "ModelKernel", "parts", "row_slices"]
 
 Params = Sequence[torch.Tensor]
 _SLICE = 2**18  # elements of an element-wise pass at a time: they stay in cache
@@ -114,12 +115,12 @@ class GatedMLP:
         gate_up, down = params
         width = down.shape[2]
         hidden = x.new_empty(x.shape[0], 2 * width)
-        for segment, part in _parts(wave):
+        for segment, part in parts(wave):
             torch.mm(x[part], gate_up[segment.expert].T, out=hidden[part])
         gate, up = hidden.split(width, dim=1)
         for part in row_slices(x.shape[0], width):
             torch.mul(self.act(gate[part]), up[part], out=gate[part])
-        for segment, part in _parts(wave):
+        for segment, part in parts(wave):
             torch.mm(gate[part], down[segment.expert].T, out=x[part])
         return x
 
@@ -130,25 +131,25 @@ class GatedMLP:
         rows, width = x.shape[0], down.shape[2]
         w = w.to(accumulation_dtype(x.dtype))
         hidden = x.new_empty(rows, 2 * width)
-        for segment, part in _parts(wave):
+        for segment, part in parts(wave):
             torch.mm(x[part], gate_up[segment.expert].T, out=hidden[part])
         gate, up = hidden.split(width, dim=1)
         gated, grad = x.new_empty(rows, width), x.new_empty(rows, width)
         for part in row_slices(rows, width):
             torch.mul(self.act(gate[part]), up[part], out=gated[part])
-        for segment, part in _parts(wave):
+        for segment, part in parts(wave):
             torch.mm(g[part], down[segment.expert], out=grad[part])
         grad_w = torch.empty_like(w)
         for part in row_slices(rows, width):
             torch.sum(grad[part].to(w.dtype).mul(gated[part]), dim=1, out=grad_w[part])
             gated[part] = gated[part] * w[part, None]
-        for segment, part in _parts(wave):
+        for segment, part in parts(wave):
             grads.add_product(1, segment, g[part], gated[part])
         del gated
         for part in row_slices(rows, width):
             self._gate_backward(gate[part], up[part], grad[part] * w[part, None])
         del grad
-        for segment, part in _parts(wave):
+        for segment, part in parts(wave):
             grads.add_product(0, segment, hidden[part], x[part])
             torch.mm(hidden[part], gate_up[segment.expert], out=g[part])
         return g, grad_w
@@ -184,6 +185,8 @@ class ModelKernel:
         stacked: for each, whether its first dimension is the experts.
         own_gate: whether the gate is other than `act(gate) * up`.
         gathers_weights: whether the kernel copies a row's expert for every row, as `batched_mm` does.
+        low_rank: what is added to the weights; factors stand in `params` after the module's own. The kernel gets the
+            sums, of the experts of the wave, which then count double.
     """
 
     module: nn.Module
@@ -191,9 +194,11 @@ class ModelKernel:
     stacked: tuple[bool, ...]
     own_gate: bool = False
     gathers_weights: bool = False
+    low_rank: tuple[Factors, ...] = ()
 
     def bytes_per_row(self, hidden: int, params: Params) -> int:
-        matrices = [p.shape[1:] for p, stacked in zip(params, self.stacked, strict=True) if stacked and p.dim() == 3]
+        own = zip(params[: len(self.names)], self.stacked, strict=False)
+        matrices = [p.shape[1:] for p, stacked in own if stacked and p.dim() == 3]
         widths = [a if b == hidden else b for a, b in matrices]
         size = max(p.element_size() for p in params)
         # Counted (tests/schedules/dispatch/test_bytes.py): 6H + 4I for `grouped_mm` with the standard gate, whose
@@ -209,7 +214,7 @@ class ModelKernel:
         return experts * (self._expert_bytes(params) + max(self._sizes(params)))
 
     def _expert_bytes(self, params: Params) -> int:
-        return sum(self._sizes(params))
+        return sum(self._sizes(params)) * (2 if self.low_rank else 1)
 
     def _sizes(self, params: Params) -> list[int]:
         """Bytes of one expert's part of each stacked parameter."""
@@ -223,10 +228,14 @@ class ModelKernel:
         clone = bare_clone(self.module)
         clone.num_experts = len(wave.experts)
         index = torch.empty(x.shape[0], 1, dtype=torch.int64, device=x.device)
-        for segment, part in _parts(wave):
+        for segment, part in parts(wave):
             index[part] = segment.expert - wave.experts[0]
         inputs = (x, index, x.new_ones(x.shape[0], 1))
-        return torch.func.functional_call(clone, dict(zip(self.names, params, strict=True)), inputs)
+        weights = dict(zip(self.names, params, strict=False))
+        for i in {factors.weight: None for factors in self.low_rank}:
+            found = [factors for factors in self.low_rank if factors.weight == i]
+            weights[self.names[i]] = effective(params[i], found, params)
+        return torch.func.functional_call(clone, weights, inputs)
 
     def forward(self, x: torch.Tensor, wave: Wave, params: Params) -> torch.Tensor:
         return self._call(x, wave, self._narrow(wave, params))
@@ -261,6 +270,7 @@ class ModelKernel:
         return grad_x, grad_w
 
 
-def _parts(wave: Wave) -> Iterator[tuple[Segment, slice]]:
+def parts(wave: Wave) -> Iterator[tuple[Segment, slice]]:
+    """Each expert's segment, and which of the wave's rows it is."""
     for segment in each(wave.segments, kind=Segment.kind):
         yield segment, slice(segment.start - wave.start, segment.stop - wave.start)

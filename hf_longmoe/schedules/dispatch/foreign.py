@@ -18,22 +18,27 @@ class Lending:
     """
     What one rank lends and borrows in one pass over a plan's waves.
 
-    An expert travels as one row, `[parameter 0 | parameter 1 | ...]`, each flattened; its gradients do so in
-    `accumulation_dtype`.
+    An expert travels as one row, `[parameter 0 | parameter 1 | ...]`, each flattened; the gradients of those that
+    train do so in `accumulation_dtype`.
 
     Arguments:
         wire: to the ranks.
         plan: of the pass.
-        params: the rank's own experts, stacked, of one dtype; not kept.
+        params: the rank's own experts, stacked; not kept. They travel in the first one's dtype.
+        wanted: for each, whether it trains; all of them if not given.
     """
 
-    def __init__(self, wire: Wire, plan: ExchangePlan, params: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, wire: Wire, plan: ExchangePlan, params: Sequence[torch.Tensor], wanted: Sequence[bool] | None = None
+    ) -> None:
         self.wire, self.plan = wire, plan
         self.count = params[0].shape[0]
         self.shapes = [param.shape[1:] for param in params]
         self.sizes = [shape.numel() for shape in self.shapes]
+        self.wanted = [True] * len(params) if wanted is None else list(wanted)
+        self.trained = [size if want else 0 for size, want in zip(self.sizes, self.wanted, strict=True)]
         self._weights: dict[int, list[torch.Tensor]] = {}  # of a borrowed expert: views [1, ...]
-        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self._gradients: dict[int, list[torch.Tensor | None]] = {}
         self._going: dict[int, torch.Tensor] = {}  # by the wave after which they go home
         waves = range(plan.num_waves)
         self._finish = {e: j for j in waves for e in plan.finishes(wire.rank, j)}
@@ -54,7 +59,8 @@ class Lending:
         if fetched is not None:
             experts, pending = fetched
             for row, expert in zip(_each(pending.wait()), experts, strict=True):
-                self._weights[expert] = self._views(row)
+                parts = zip(row.split(self.sizes, dim=1), self.shapes, strict=True)
+                self._weights[expert] = [part.unflatten(1, shape) for part, shape in parts]
 
     def weights(self, expert: int) -> list[torch.Tensor]:
         """A borrowed expert's parameters, stacked: `[1, ...]`."""
@@ -66,17 +72,16 @@ class Lending:
             del self._weights[expert]
 
     # -- gradients ---------------------------------------------------------------------------------------------------
-    def gradients(self, expert: int, wanted: Sequence[bool]) -> WeightGradients:
+    def gradients(self, expert: int) -> WeightGradients:
         """Where a borrowed expert's weight gradients are summed, stacked: `[1, ...]`."""
         if expert not in self._gradients:
             wave = self._finish[expert]
             group = self.plan.finishes(self.wire.rank, wave)
             like = self._weights[expert][0]
-            rows = like.new_zeros(len(group), sum(self.sizes), dtype=accumulation_dtype(like.dtype))
+            rows = like.new_zeros(len(group), sum(self.trained), dtype=accumulation_dtype(like.dtype))
             self._going[wave] = rows
-            self._gradients.update((e, self._views(row)) for e, row in zip(group, _each(rows), strict=True))
-        views = self._gradients[expert]
-        return WeightGradients.into([view if want else None for view, want in zip(views, wanted, strict=True)])
+            self._gradients.update((e, self._trained(row)) for e, row in zip(group, _each(rows), strict=True))
+        return WeightGradients.into(self._gradients[expert])
 
     def send_home(self, wave: int, like: torch.Tensor) -> tuple[list[int], Pending] | None:
         """
@@ -92,18 +97,19 @@ class Lending:
             del self._gradients[expert]
         rows = self._going.pop(wave, None)
         if rows is None:
-            rows = like.new_empty(0, sum(self.sizes), dtype=accumulation_dtype(like.dtype))
+            rows = like.new_empty(0, sum(self.trained), dtype=accumulation_dtype(like.dtype))
         return [expert for _, expert in pairs], self.wire.exchange(rows, self._takers(pairs), self._homes(mine))
 
-    def come_home(self, coming: tuple[list[int], Pending]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def come_home(self, coming: tuple[list[int], Pending]) -> Iterator[tuple[int, list[torch.Tensor | None]]]:
         """(expert, a borrower's gradients of its parameters), in an order that depends on the plan only."""
         experts, pending = coming
         for row, expert in zip(_each(pending.wait()), experts, strict=True):
-            yield expert, [view[0] for view in self._views(row)]
+            yield expert, [None if view is None else view[0] for view in self._trained(row)]
 
-    def _views(self, row: torch.Tensor) -> list[torch.Tensor]:
-        parts = row.split(self.sizes, dim=1)
-        return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+    def _trained(self, row: torch.Tensor) -> list[torch.Tensor | None]:
+        """Views of a row of gradients; `None` for a parameter that does not train."""
+        parts = zip(row.split(self.trained, dim=1), self.shapes, self.wanted, strict=True)
+        return [part.unflatten(1, shape) if want else None for part, shape, want in parts]
 
     def _homes(self, experts: Sequence[int]) -> list[int]:
         """How many of these experts each rank owns; they ascend, so they are grouped by owner."""

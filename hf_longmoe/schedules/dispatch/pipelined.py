@@ -67,7 +67,8 @@ class PipelinedDispatch:
             top_k_index: experts of each token, `[T, k]`, global ids; one that is no expert's is left out.
             top_k_weights: routing weights, `[T, k]`.
             block: how a tile's experts run.
-            params: this rank's experts, all stacked, of one dtype; the same shapes on every rank.
+            params: this rank's experts, all stacked; the same shapes on every rank. Rows travel in the first one's
+                dtype.
 
         Returns:
             `[T, H]`, in the dtype of `x`: the sum over slots of weight times output, summed in at least float32.
@@ -188,7 +189,7 @@ class _Call:
         grad_x, grad_w, grads = into
         plan, rank, hidden, dtype = routed.plan, self.wire.rank, x.shape[1], params[0].dtype
         bits = w.itemsize // dtype.itemsize  # columns that carry a routing weight, or its gradient, bit for bit
-        lending = Lending(self.wire, plan, params)
+        lending = Lending(self.wire, plan, params, wanted)
         contributions = _Contributions(self._contributions(routed))
 
         def issue(wave: int) -> tuple:
@@ -210,7 +211,7 @@ class _Call:
             for tile in self._tiles(routed, wave):
                 experts, base = self._experts(tile, routed, lending, params)
                 own = tile.first in routed.home or not self.trains  # frozen experts have no gradients to keep
-                sums = grads if own else lending.gradients(tile.first, wanted)
+                sums = grads if own else lending.gradients(tile.first)
                 weight = gather_rows(buffer[:, 2 * hidden :], tile.parts).view(w.dtype)[:, 0]
                 rows_x = gather_rows(buffer[:, :hidden], tile.parts)
                 rows_g = gather_rows(buffer[:, hidden : 2 * hidden], tile.parts)
@@ -235,7 +236,8 @@ class _Call:
             for expert, found in lending.come_home(coming) if coming is not None else ():
                 segment = Segment(expert - routed.home.start, 0, 0, *contributions.next(expert))
                 for i, value in enumerate(found):
-                    grads.add(i, segment, value)
+                    if value is not None:
+                        grads.add(i, segment, value)
 
         _pipeline(plan.num_waves, self.sizes.caps.depth, issue, compute, land)
 

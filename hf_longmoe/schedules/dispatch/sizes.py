@@ -67,7 +67,7 @@ def pipeline_sizes(
         hidden: H.
         dtype: of the block's input.
         block: how a tile's experts run.
-        params: the rank's own experts, stacked.
+        params: the rank's own experts, stacked; gradients are those of the ones that train (of all, if none does).
         ranks: of the group.
         depth: waves that are sent ahead of the one being computed.
         imbalance: experts are lent where the largest load of a rank is at least this many times the mean.
@@ -82,7 +82,8 @@ def pipeline_sizes(
     compute = block.bytes_per_row(hidden, params)
     span = block.max_experts(params, budget // 2 if half else budget)
     elements = sum(param[0].numel() for param in params)
-    weight_bytes, gradient_bytes = elements * size, elements * accumulation_dtype(params[0].dtype).itemsize
+    trained = sum(param[0].numel() for param in params if param.requires_grad) or elements
+    weight_bytes, gradient_bytes = elements * size, trained * accumulation_dtype(params[0].dtype).itemsize
 
     free = budget // 2 if half else budget
     if span is not None:  # the model's own kernel: the gradients of a tile's experts, as a temporary

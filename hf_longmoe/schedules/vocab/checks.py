@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["check_num_items", "check_objective", "flatten_tokens"]
+__all__ = ["check_num_items", "check_objective", "flatten_low_rank", "flatten_tokens"]
 
 
 def flatten_tokens(
@@ -25,6 +25,19 @@ def flatten_tokens(
         raise ValueError(f"labels have dtype {labels.dtype}; give integers, class probabilities are not supported.")
     labels = labels.detach().to(hidden.device)
     return hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), labels.shape
+
+
+def flatten_low_rank(
+    hidden: torch.Tensor, weight: torch.Tensor, u: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """u `[T, r]` and v; refuses what does not fit hidden states `[T, H]` and weight `[V, H]`."""
+    flat = u.reshape(-1, u.shape[-1])
+    if v.dim() != 2 or (flat.shape[0], v.shape[0], v.shape[1]) != (hidden.shape[0], weight.shape[0], flat.shape[1]):
+        raise ValueError(
+            f"low_rank {tuple(u.shape)} and {tuple(v.shape)} do not fit {hidden.shape[0]} tokens and a vocabulary of"
+            f" {weight.shape[0]}; give [..., r] and [V, r]."
+        )
+    return flat, v
 
 
 def check_objective(label_smoothing: float, z_loss: float) -> None:

@@ -12,6 +12,8 @@ from hf_longmoe.schedules.vocab.labels import ValidTokens
 from hf_longmoe.schedules.vocab.logits import LogitTransform
 from hf_longmoe.schedules.vocab.products import choose_products
 
+LowRank = tuple[torch.Tensor | None, torch.Tensor | None]
+
 __all__ = ["Head", "HeadGradients", "HeadPlan", "operand_dtype"]
 
 
@@ -41,8 +43,9 @@ class HeadGradients:
 
     Arguments:
         hidden: [T, H], `weight`: [V, H], `bias`: [V] or `None`.
-        needs: whether hidden, weight and bias need a gradient.
+        needs: whether hidden, weight, bias and each of `low_rank` need a gradient.
         valid: the tokens that take part. With none, or with ignored ones, what no tile writes is zero.
+        low_rank: ([T, r], [V, r]) of `Head`, or (`None`, `None`).
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class HeadGradients:
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        needs: tuple[bool, bool, bool],
+        needs: tuple[bool, ...],
         valid: ValidTokens,
+        low_rank: LowRank = (None, None),
     ) -> None:
         wide = accumulation_dtype(weight.dtype)
         self.valid = valid
@@ -63,6 +67,10 @@ class HeadGradients:
         self.dh = make_dh(hidden, dtype=wide, memory_format=contiguous) if needs[0] else None
         self.dw = make_dw(weight, dtype=wide, memory_format=contiguous) if needs[1] else None
         self.db = zeros(bias, dtype=wide) if bias is not None and needs[2] else None
+        self.du, self.dv = (
+            zeros(factor, dtype=wide, memory_format=contiguous) if factor is not None and need else None
+            for factor, need in zip(low_rank, needs[3:] or (False, False), strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +103,7 @@ class Head:
     Arguments:
         hidden: [T, H]; `weight`: [V, H]; `bias`: [V] or `None`; any of them is cast to `plan.dtype` if it has another.
         keep_logits: `plan.keep_logits` if not given.
+        low_rank: u [T, r] and v [V, r], of which u · vᵀ is added to the projection; in the dtype of the logits.
     """
 
     def __init__(
@@ -104,6 +113,7 @@ class Head:
         bias: torch.Tensor | None,
         plan: HeadPlan,
         keep_logits: bool | None = None,
+        low_rank: LowRank = (None, None),
     ) -> None:
         self.hidden, self.valid, self.transform, self.rows = hidden, plan.valid, plan.transform, plan.rows
         self.dtype = plan.dtype
@@ -111,6 +121,7 @@ class Head:
         self.bias = None if bias is None else bias.to(plan.dtype)
         self.products = choose_products(plan.rows, self.weight, plan.transform.scale)
         self.wide = accumulation_dtype(plan.dtype)
+        self.u, self.v = (None if factor is None else factor.to(self.wide) for factor in low_rank)
         shape = (plan.rows, weight.shape[0])
         keep_logits = plan.keep_logits if keep_logits is None else keep_logits
         self.buffer = hidden.new_empty(shape, dtype=self.wide)
@@ -127,6 +138,8 @@ class Head:
             self.products.logits(hidden, self.weight, logits)
             if self.bias is not None:
                 logits.add_(self.bias)
+            if self.v is not None:
+                logits.addmm_(self.u[where], self.v.t())
             self.transform.forward_(logits, kept)
             yield where, logits, kept, hidden, self.valid.labels[where].long().unsqueeze(1)
 
@@ -149,6 +162,10 @@ class Head:
         self.transform.backward_(gradient, kept)
         if gradients.db is not None:
             gradients.db += gradient.sum(0)
+        if gradients.du is not None:
+            gradients.du[where] = gradient @ self.v
+        if gradients.dv is not None:
+            gradients.dv.addmm_(gradient.t(), self.u[where])
         if gradients.dh is None and gradients.dw is None:
             return
         gradient = self.products.gradient(gradient)

@@ -29,12 +29,12 @@ class Loss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, plan: LossPlan, grad_enabled: bool, collected: list | None):
+    def forward(ctx, hidden, weight, bias, u, v, plan: LossPlan, grad_enabled: bool, collected: list | None):
         # `needs_input_grad` does not know of no_grad.
-        needs = tuple(grad_enabled and need for need in ctx.needs_input_grad[:3])
+        needs = tuple(grad_enabled and need for need in ctx.needs_input_grad[:5])
         with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(hidden, weight, bias, plan)
-            gradients = HeadGradients(hidden, weight, bias, needs, plan.valid) if any(needs) else None
+            head = Head(hidden, weight, bias, plan, low_rank=(u, v))
+            gradients = HeadGradients(hidden, weight, bias, needs, plan.valid, (u, v)) if any(needs) else None
             statistics = None
             if collected is not None:
                 statistics = TokenStatistics.zeros(hidden.shape[0], head.wide, hidden.device)
@@ -42,7 +42,7 @@ class Loss(torch.autograd.Function):
             total = _sweep(head, gradients, statistics, plan)
             items = _items(plan, total)
             ctx.unit = head.products.unit
-            ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+            ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias, u, v)]
             # Not saved tensors: they are handed over in backward and must not outlive it.
             ctx.gradients, ctx.items = gradients, items
             return total / items
@@ -62,7 +62,7 @@ class Loss(torch.autograd.Function):
         with torch.autocast(upstream.device.type, enabled=False):
             factor = upstream / (ctx.items * ctx.unit)
             results = []
-            for name, dtype in zip(("dh", "dw", "db"), ctx.dtypes, strict=True):
+            for name, dtype in zip(("dh", "dw", "db", "du", "dv"), ctx.dtypes, strict=True):
                 gradient = getattr(gradients, name)
                 if gradient is not None:
                     # In place, the buffer itself becomes the parameter's gradient: no second [V, H] tensor.

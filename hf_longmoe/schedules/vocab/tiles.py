@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_longmoe.schedules.vocab.checks import check_num_items, check_objective, flatten_tokens
+from hf_longmoe.schedules.vocab.checks import check_num_items, check_objective, flatten_low_rank, flatten_tokens
 from hf_longmoe.schedules.vocab.head import HeadPlan, operand_dtype
 from hf_longmoe.schedules.vocab.labels import select_valid
 from hf_longmoe.schedules.vocab.log_probs import LogProbs
@@ -40,6 +40,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     statistics: bool = False,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStatistics]:
     """
     Cross-entropy of the language-model head, exact, with a peak that does not grow with the number of tokens.
@@ -61,6 +62,9 @@ def linear_cross_entropy(
         label_smoothing (`float`, defaults to 0.0): share of the target spread evenly over the vocabulary.
         z_loss (`float`, defaults to 0.0): coefficient of the squared log-sum-exp.
         statistics (`bool`, defaults to `False`): also return per-token statistics.
+        low_rank (`tuple` of two `torch.Tensor`, *optional*):
+            u [..., r] and v [V, r], of which u · vᵀ is added to the projection (LoRA on the head: u = scale · x · Aᵀ
+            and v = B), in the dtype of the logits.
 
     Returns:
         The loss, a scalar of float32 (float64 for float64 operands); with `statistics`, `(loss, TokenStatistics)`.
@@ -73,7 +77,9 @@ def linear_cross_entropy(
     hidden, labels, shape = flatten_tokens(hidden, weight, labels, bias)
     check_objective(label_smoothing, z_loss)
     check_num_items(num_items)
-    tiling = _tiling(hidden, weight, bias, budget, transform, statistics)
+    u, v = (None, None) if low_rank is None else flatten_low_rank(hidden, weight, *low_rank)
+    rank = 0 if v is None else v.shape[1]
+    tiling = _tiling(hidden, weight, bias, budget, transform, statistics, rank)
     plan = LossPlan(
         **tiling,
         valid=select_valid(labels, ignore_index, weight.shape[0]),
@@ -82,7 +88,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
     )
     collected = [] if statistics else None
-    loss = Loss.apply(hidden, weight, bias, plan, torch.is_grad_enabled(), collected)
+    loss = Loss.apply(hidden, weight, bias, u, v, plan, torch.is_grad_enabled(), collected)
     return loss if collected is None else (loss, collected[0].reshape(shape))
 
 
@@ -122,10 +128,12 @@ def _tiling(
     budget: int | str,
     transform: LogitTransform,
     statistics: bool,
+    rank: int = 0,
 ) -> dict:
     keep_logits = statistics or transform.softcap is not None
     dtype = operand_dtype(hidden, weight, bias)
     vocab_size, hidden_size = weight.shape
+    hidden_size += rank  # a token's u takes no more than so many hidden states
     rows = tile_rows(budget, vocab_size, hidden_size, dtype=dtype, keep_logits=keep_logits, bias=bias is not None)
     rows = max(1, min(rows, hidden.shape[0]))
     return {"dtype": dtype, "rows": rows, "keep_logits": keep_logits, "transform": transform}

@@ -1,0 +1,59 @@
+"""LoRA on the LM head: no logits in training, and the loss and gradients of stock PEFT."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_longmoe import patch_model, unpatch_model
+
+HEAD = dict(target_modules=["q_proj", "lm_head"], target_parameters=None)
+
+
+def several(model, lora):
+    model = lora(model, **HEAD)
+    model.add_adapter("other", model.peft_config["default"])
+    torch.manual_seed(6)
+    for name, param in model.named_parameters():
+        if ".other." in name:
+            torch.nn.init.normal_(param, std=0.2)
+    return model
+
+
+def test_adapters_of_a_head_are_switched(build, batch, caps, lora, step, assert_same):
+    stock, model = several(build("mixtral"), lora), patch_model(several(build("mixtral"), lora), caps())
+    losses = []
+    for active in ("default", "other", ["default", "other"]):
+        for m in (stock, model):
+            m.base_model.set_adapter(active)
+        got = step(model, batch)
+        assert_same(got, step(stock, batch, stock=True))
+        losses.append(got["loss"])
+    assert len({round(loss.item(), 3) for loss in losses}) == 3
+    with model.disable_adapter(), stock.disable_adapter(), torch.no_grad():
+        assert abs(model(**batch).loss - stock(**batch).loss) < 1e-6
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, stock(**inputs).logits)
+    assert not any("forward" in vars(m) for m in unpatch_model(model).modules())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_no_logits_are_formed(build, batch, caps, lora, step, assert_same, monkeypatch, bias):
+    """With a bias of the factor B too, which is added to the head's own."""
+
+    def adapted():
+        return lora(build("ernie4_5_moe", tie_word_embeddings=False), **HEAD, lora_bias=bias)
+
+    stock, model = adapted(), patch_model(adapted(), caps())
+    assert model.get_output_embeddings().bias is not None
+    want = step(stock, batch, stock=True)
+    shapes, linear = [], F.linear
+
+    def seen(input, weight, bias=None):
+        shapes.append(weight.shape[0])
+        return linear(input, weight, bias)
+
+    monkeypatch.setattr(F, "linear", seen)
+    assert_same(step(model, batch), want)
+    assert shapes and 101 not in shapes
+    assert any(entry.component == "vocab" and "LoRA (r=3)" in entry.note for entry in model.longmoe.entries)
