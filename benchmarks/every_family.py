@@ -1,5 +1,5 @@
 """
-Every MoE family of Transformers, patched: what a schedule takes over, what is left alone and why, and that it is exact.
+Every MoE family of Transformers, patched: what schedules take over, what is left alone and why, and that it is exact.
 
 `python -m benchmarks.every_family > docs/families.md` writes the table.
 """
@@ -171,7 +171,7 @@ class Widened(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------------------------
 def row(family: str, entries: list[Entry], config: PreTrainedConfig) -> str:
     """The family's line of `docs/families.md`."""
 
@@ -202,9 +202,9 @@ def table() -> Iterator[str]:
     yield "# MoE families"
     yield ""
     yield (
-        f"What `patch_model` does with each MoE family of Transformers {transformers.__version__}. Written by `python -m"
-        " benchmarks.every_family`; `tests/invariant/test_every_family.py` holds each line, and loss and gradients to"
-        " 1e-12 of the stock path's in float64."
+        f"What `patch_model` does with each MoE family of Transformers {transformers.__version__}. Written by `python"
+        " -m benchmarks.every_family`; `tests/invariant/test_every_family.py` holds each line, and loss and gradients"
+        " to 1e-12 of the stock path's in float64."
     )
     yield ""
     yield "- experts: waves whose backward is written out, or in which the model's own kernel runs"

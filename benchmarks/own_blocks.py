@@ -96,6 +96,7 @@ OWN_BLOCKS: dict[str, dict[str, Any]] = {
             n_routed_experts=8,
             num_experts_per_tok=2,
             mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+            sliding_window=16,
             swiglu_limits=[0.0, 0.0, 0.05, 0.05],
         ),
         vision_config=dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64),

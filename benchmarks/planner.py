@@ -81,7 +81,11 @@ STAND_IN = {
     ),
     **dict.fromkeys(("inkling", "inkling2", "inkling2_loop"), "a bias by distance"),
     **dict.fromkeys(
-        ("axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "mistral_large4", "qwen4_exp"),
+        ("axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "minimax_m3_vl", "mistral_large4"),
+        "an indexer's choice of positions",
+    ),
+    **dict.fromkeys(
+        ("qwen4_exp",),
         "an indexer's choice of positions",
     ),
 }

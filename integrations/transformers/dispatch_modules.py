@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longmoe.integrations.transformers.expert_parallel import pipelined
-from hf_longmoe.integrations.transformers.experts import block_name, block_of, is_experts
+from hf_longmoe.integrations.transformers.experts import block_name, block_of, is_experts, runs_in_waves
 
 __all__ = ["PARTS", "DispatchModule", "dispatch_modules"]
 
@@ -68,15 +68,16 @@ def dispatch_modules(model: PreTrainedModel) -> list[DispatchModule]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
     stacks: dict[str, set[str]] = {}  # where MoE layers stand -> the names of the blocks in them
     for name, module in model.named_modules():
-        if is_experts(module):
+        if runs_in_waves(module):
+            capped = is_experts(module)  # of the others, their adapters' part has no cap
             parent = model.get_submodule(block_name(name))
             shared = [m for child, m in parent.named_children() if "shared" in child]
             if isinstance(parent, GradientCheckpointingLayer):
-                found.append(DispatchModule(module))
+                found.append(DispatchModule(module, capped=capped))
                 found += [DispatchModule(m, part="shared") for m in shared]
             else:
                 found.append(DispatchModule(parent, capped=False))
-                found.append(DispatchModule(module, within="dispatch", shares_input=bool(shared)))
+                found.append(DispatchModule(module, within="dispatch", capped=capped, shares_input=bool(shared)))
                 found += [DispatchModule(m, within="dispatch", part="shared") for m in shared]
             for layer_name, layer in layers.items():
                 if name.startswith(f"{layer_name}."):
@@ -87,6 +88,6 @@ def dispatch_modules(model: PreTrainedModel) -> list[DispatchModule]:
                         found += [DispatchModule(m, part="shared") for m in beside]
     for layer_name, layer in layers.items():
         blocks = stacks.get(layer_name.rpartition(".")[0], set())
-        if blocks and not any(map(is_experts, layer.modules())):
+        if blocks and not any(map(runs_in_waves, layer.modules())):
             found += [DispatchModule(m, part="dense") for child, m in layer.named_children() if child in blocks]
     return found

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
+from hf_longmoe.integrations.transformers.own_blocks import own_block
 from hf_longmoe.schedules.dispatch import (
     AdaptedMLP,
     Block,
@@ -38,6 +39,7 @@ __all__ = [
     "patch_mlp",
     "replaced_schedules",
     "restore_forward",
+    "runs_in_waves",
     "standing_in",
 ]
 
@@ -57,8 +59,15 @@ def standing_in(name: str) -> str:
     return _WRAPPED.sub("", name)
 
 
+def runs_in_waves(module: nn.Module) -> bool:
+    """Whether a schedule knows how to run these experts: by the interface, or by an adapter for their class."""
+    return is_experts(module) or own_block(module) is not None
+
+
 def hidden_of(experts: nn.Module) -> int:
     """H, from the weights: the configs' names for it differ."""
+    if (own := own_block(experts)) is not None:
+        return own.hidden(experts)
     return experts.down_proj.shape[-1 if experts.is_transposed else -2]
 
 
@@ -85,6 +94,8 @@ def block_of(
         kernel: `DispatchConfig.kernel`.
         adapters: what is added to its weights; `adapters_on(experts)` if not given.
     """
+    if (own := own_block(experts)) is not None:
+        return own.block(experts)
     adapters = adapters_on(experts) if adapters is None else adapters
     named = dict(experts.named_parameters())
     standard = (
@@ -173,15 +184,19 @@ def restore_forward(module: nn.Module) -> None:
 
 
 @torch.compiler.disable
-def _experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+def _experts_forward(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+    """Called as `(hidden [T, H], index [T, k], weights [T, k])`; a block of its own, as its class is."""
     if parametrize.is_parametrized(self):  # an adapter on the stacked weights, put on after the patch
-        return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+        return type(self).forward(self, *args)
     block, params = block_of(self, self.longmoe_kernel)
-    # The replay's function mode looks for the router's top-k; nothing in here is its business.
-    with torch._C.DisableTorchFunction():
-        return self.longmoe_schedule(hidden_states, top_k_index, top_k_weights, block, params)
+
+    def run(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        # The replay's function mode looks for the router's top-k; nothing in here is its business.
+        with torch._C.DisableTorchFunction():
+            return self.longmoe_schedule(hidden, index, weights, block, params)
+
+    own = own_block(self)
+    return run(*args) if own is None else own.forward(self, run, *args)
 
 
 @torch.compiler.disable

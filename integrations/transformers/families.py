@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 
@@ -21,6 +22,8 @@ class Family:
         beside: the same, within the decoder layer.
         shared_saved_after: as `output_saved_after`, of the shared experts (a gate that multiplies them saves them).
         dense: the name, within a decoder layer, of the MLP that the layers without experts have.
+        left_alone: classes of experts that no schedule runs, each with the reason.
+        head_left_alone: why the LM head has no schedule.
     """
 
     output_saved_after: bool = True
@@ -28,6 +31,8 @@ class Family:
     beside: tuple[str, ...] = ()
     shared_saved_after: bool = True
     dense: str | None = None
+    left_alone: Mapping[str, str] = field(default_factory=dict)
+    head_left_alone: str | None = None
 
 
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
@@ -37,6 +42,8 @@ _ALONE = Family(output_saved_after=False, dense="mlp")
 _USED = Family(shared=_SHARED, dense="mlp")
 _GATED = Family(output_saved_after=False, shared=("shared_expert",), dense="mlp")
 _BESIDE = Family(output_saved_after=False, shared_saved_after=False, beside=("shared_mlp",))
+_ENCODER_DECODER = "it is an encoder-decoder, whose loss is a cross-entropy of its own"
+_CAPACITY = "its experts are modules of their own, which drop tokens beyond a capacity"
 _FEED_FORWARD = Family(output_saved_after=False, dense="feed_forward")
 
 # By the model type of the text; `_text` at its end left out.
@@ -52,11 +59,23 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("granitemoe_swa", "granitemoehybrid", "granitemoeshared"), _BESIDE),
     **dict.fromkeys(("jamba", "lfm2_moe"), _FEED_FORWARD),
     **dict.fromkeys(("qwen2_moe", "qwen3_5_moe", "qwen3_next"), _GATED),
+    "dbrx": Family(output_saved_after=False),
+    "diffusion_gemma": Family(head_left_alone="it denoises blocks of tokens, and computes no loss from labels"),
+    "doge": Family(left_alone={"DogeCDMoE": "its experts are rows of an embedding table, looked up by each token"}),
     "ernie4_5_vl_moe": Family(dense="mlp"),
+    "jetmoe": Family(left_alone={"JetMoeMoA": "its experts are the projections of attention"}),
+    "llama4": Family(
+        output_saved_after=False, shared_saved_after=False, shared=("shared_expert",), dense="feed_forward"
+    ),
     "minimax": _ALONE,
     "muse_spark": Family(dense="mlp"),
     "nemotron_h": Family(shared=("shared_experts",)),
+    "nllb-moe": Family(left_alone={"NllbMoeExperts": _CAPACITY}, head_left_alone=_ENCODER_DECODER),
     "qwen4_exp": Family(shared=("shared_expert",)),
+    "step3p5": _ADDED,
+    "switch_transformers": Family(
+        left_alone={"SwitchTransformersExperts": _CAPACITY}, head_left_alone=_ENCODER_DECODER
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""MoE blocks that do not go through Transformers' experts interface, each brought to the schedules by a small adapter."""
+"""MoE blocks outside of Transformers' experts interface, each brought to the schedules by a small adapter."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def _as_called(experts: nn.Module, run: Run, *args: torch.Tensor) -> torch.Tenso
     return run(*args)
 
 
-# -- step3p7: the standard layout; its gate clamps after the activation ------------------------------------------------
+# -- step3p7: the standard layout; its gate clamps after the activation ----------------------------------------------
 def _step3p7(experts: nn.Module) -> tuple[Block, Params]:
     names = ("gate_up_proj", "down_proj")
     return ModelKernel(experts, names, (True, True), own_gate=True), (experts.gate_up_proj, experts.down_proj)
 
 
-# -- dbrx: three flat matrices [E * I, H] ------------------------------------------------------------------------------
+# -- dbrx: three flat matrices [E * I, H] ----------------------------------------------------------------------------
 def _dbrx(experts: nn.Module) -> tuple[Block, Params]:
     mlp, shape = experts.mlp, (experts.num_experts, experts.ffn_hidden_size, experts.hidden_size)
     gate, up, down = (weight.view(shape) for weight in (mlp.w1, mlp.v1, mlp.w2))
@@ -83,7 +83,7 @@ def _dbrx_forward(
     return run(hidden.reshape(-1, hidden.shape[-1]), index, weights).view(hidden.shape)
 
 
-# -- llama4: every expert on every token, inputs scaled by the routing weights, which are zero but for the top k -------
+# -- llama4: every expert on every token, inputs scaled by the routing weights, which are zero but for the top k -----
 def _llama4(experts: nn.Module) -> tuple[Block, Params]:
     gate_up, down = experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2)
     return GatedMLP(experts.act_fn, _silu(experts.act_fn)), (gate_up, down)
@@ -107,7 +107,7 @@ def _llama4_block(block: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.
     return block.shared_expert(hidden) + routed, logits
 
 
-# -- jetmoe: rows sorted by its router ---------------------------------------------------------------------------------
+# -- jetmoe: rows sorted by its router -------------------------------------------------------------------------------
 def _jetmoe(moe: nn.Module) -> tuple[Block, Params]:
     act = moe.activation
     return GatedMLP(act, _silu(act)), (moe.input_linear.weight, moe.output_linear.weight)
@@ -124,7 +124,7 @@ def _jetmoe_forward(moe: nn.Module, run: Run, layer_input: torch.Tensor) -> torc
     return (run(hidden, index.view(-1, k), weights.view(-1, k)) + moe.bias).view(layer_input.shape)
 
 
-# -- longcat_flash: beyond the routed experts, some that give back their input -----------------------------------------
+# -- longcat_flash: beyond the routed experts, some that give back their input ---------------------------------------
 def _longcat(experts: nn.Module) -> tuple[Block, Params]:
     return GatedMLP(experts.act_fn, _silu(experts.act_fn)), (experts.gate_up_proj, experts.down_proj)
 

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.integrations.transformers.adapters import adapters_of, adopt_adapters, head_adapters_of
+from hf_longmoe.integrations.transformers.adapters import adopt_adapters, head_adapters_of
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.checkpoint_function import checkpointing_of, wrap_checkpointing
+from hf_longmoe.integrations.transformers.entry import Action, Entry
 from hf_longmoe.integrations.transformers.expert_parallel import (
-    ExpertSettings,
-    ep_note,
-    install,
-    is_expert_parallel,
     uninstall,
-    why_not,
 )
 from hf_longmoe.integrations.transformers.experts import (
-    block_name,
-    block_of,
-    hidden_of,
-    is_experts,
-    patch_experts,
-    patch_mlp,
     restore_forward,
 )
 from hf_longmoe.integrations.transformers.families import Family, family_of
@@ -44,30 +32,16 @@ from hf_longmoe.integrations.transformers.head import (
     restore_head,
     ring_rows,
 )
-from hf_longmoe.integrations.transformers.refusals import check_expert_dtype, check_model, why_left_alone
+from hf_longmoe.integrations.transformers.patch_dispatch import plan_dispatch
+from hf_longmoe.integrations.transformers.refusals import check_model, why_left_alone
 from hf_longmoe.integrations.transformers.ring_head import Ring, ring_of, why_no_ring
-from hf_longmoe.integrations.transformers.router_loss import RouterLoss, router_loss_of
+from hf_longmoe.integrations.transformers.router_loss import RouterLoss
 from hf_longmoe.integrations.transformers.routing_pins import pin_routing
 from hf_longmoe.integrations.transformers.tp_head import divided_of, is_divided, stock_forward
-from hf_longmoe.schedules.dispatch import LocalDispatch, ModelKernel, TokenTiles
 
 __all__ = ["Entry", "Patch", "patch_model", "unpatch_model"]
 
 logger = logging.get_logger(__name__)
-Action = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of the report: what happened to one module."""
-
-    module: str
-    component: str
-    schedule: str | None  # None: left alone
-    note: str
-
-    def __str__(self) -> str:
-        return f"{self.module}: {self.component}, {self.schedule or 'left alone'} ({self.note})"
 
 
 @dataclass
@@ -146,7 +120,7 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
 def _patch(target: PreTrainedModel, config: LongMoEConfig) -> None:
     patch = Patch(target, config)
     family = family_of(target.config.get_text_config().model_type)
-    actions = [*_plan_dispatch(patch, family), *_plan_head(patch)]
+    actions = [*plan_dispatch(patch, family), *_plan_head(patch, family)]
     if not actions:
         left = "; ".join(map(str, patch.entries)) or f"{type(target).__name__} has no experts and no LM head"
         raise ValueError(
@@ -187,100 +161,7 @@ def know_replay(model: PreTrainedModel, on: bool) -> None:
     wrap_checkpointing(model, settings)
 
 
-def _plan_dispatch(patch: Patch, family: Family) -> Iterator[Action]:
-    """What to do to the experts, shared experts and dense MLPs; everything is checked, nothing done yet."""
-    config, model = patch.config.dispatch, patch.model
-    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
-    if config is None:
-        patch.entries.extend(Entry(name, "dispatch", None, "dispatch=None in the config") for name in experts)
-        return
-    sharding = getattr(model.config, "distributed_config", None)
-    if (
-        experts
-        and sharding is not None
-        and sharding.ep_size > 1
-        and not any(map(is_expert_parallel, experts.values()))
-    ):
-        raise ValueError(
-            f'patch_model: ep_size={sharding.ep_size}, but no rule of the ep_plan is "ep_dispatch_experts", so that'
-            " Transformers has not divided the experts: every rank computes all of them. Leave ep_plan out to get the"
-            " model's own, or add that rule for the experts modules."
-        )
-    dense: dict[str, tuple[nn.Module, bool]] = {}
-    for name, module in experts.items():
-        parent = model.get_submodule(block_name(name))
-        adapters = adapters_of(model, name)
-        if is_expert_parallel(module):
-            settings = ExpertSettings(config, family.output_saved_after)
-            ranks = model._mesh_manager.get_mesh("ep").size()
-            check_expert_dtype(name, module, sharding)
-            if reason := adapters if isinstance(adapters, str) else why_not(module, ranks):
-                patch.entries.append(Entry(name, "dispatch", None, reason))
-            else:
-                note = ep_note(module, ranks, config, adapters)
-                patch.entries.append(Entry(name, "dispatch", "PipelinedLLEP", note))
-                yield partial(install, model, module, settings)
-                if adapters is not None:
-                    yield partial(adapters.install, module)
-        elif isinstance(adapters, str):
-            patch.entries.append(Entry(name, "dispatch", None, adapters))
-        elif reason := why_left_alone(name, module, adapters_known=adapters is not None):
-            patch.entries.append(Entry(name, "dispatch", None, reason))
-        else:
-            schedule = LocalDispatch(config.budget, family.output_saved_after)
-            note = _experts_note(schedule, module, config.kernel, adapters)
-            patch.entries.append(Entry(name, "dispatch", "expert-major waves", note))
-            yield partial(patch_experts, module, schedule, config.kernel)
-            if adapters is not None:
-                yield partial(adapters.install, module)
-        for child in family.shared:
-            if (shared := getattr(parent, child, None)) is not None:
-                dense[f"{block_name(name)}.{child}"] = (shared, family.shared_saved_after)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)}
-    sparse = {n for n, layer in layers.items() if any(map(is_experts, layer.modules()))}
-    for name in sparse:
-        for child in family.beside:
-            if (shared := getattr(layers[name], child, None)) is not None:
-                dense[f"{name}.{child}"] = (shared, family.shared_saved_after)
-    if experts and family.dense:
-        kinds = {type(layers[n]) for n in sparse}  # a vision tower's layers are none of them
-        for name, layer in layers.items():
-            if name not in sparse and type(layer) in kinds:
-                dense[f"{name}.{family.dense}"] = (getattr(layer, family.dense), family.output_saved_after)
-    for name, (module, saved_after) in dense.items():
-        if reason := why_left_alone(name, module):
-            patch.entries.append(Entry(name, "dispatch", None, reason))
-            continue
-        tiles = TokenTiles(config.budget, saved_after)
-        tokens = tiles.tokens(
-            module, _like_input(next(module.parameters()), model.config.get_text_config().hidden_size)
-        )
-        patch.entries.append(Entry(name, "dispatch", "token tiles", f"{tokens} tokens at a time"))
-        yield partial(patch_mlp, module, tiles)
-    if experts and (found := router_loss_of(model)):
-        patch.entries.append(Entry("router logits", "aux", "sums by layer", f"of {len(found[1])} routers"))
-        yield partial(_stream_router_loss, patch, *found)
-
-
-def _experts_note(schedule: LocalDispatch, experts: nn.Module, kernel: str, adapters: Any) -> str:
-    block, params = block_of(experts, kernel, {} if adapters is None else adapters.active())
-    hidden = hidden_of(experts)
-    kernel = f"the model's {experts.config._experts_implementation}"
-    how = kernel if isinstance(block, ModelKernel) else "written-out backward"
-    how = how if adapters is None else f"{how}, {adapters}"
-    return f"{schedule.rows(_like_input(params[0], hidden), block, params)} rows at a time, {how}"
-
-
-def _like_input(param: torch.Tensor, hidden: int) -> torch.Tensor:
-    return torch.empty(0, hidden, dtype=param.dtype, device="meta")
-
-
-def _stream_router_loss(patch: Patch, router_loss: RouterLoss, routers: list[nn.Module]) -> None:
-    patch.router_loss = router_loss
-    patch.handles += [router.register_forward_hook(router_loss.hook) for router in routers]
-
-
-def _plan_head(patch: Patch) -> Iterator[Action]:
+def _plan_head(patch: Patch, family: Family) -> Iterator[Action]:
     model, config = patch.model, patch.config.vocab
     lm_head = model.get_output_embeddings()
     if lm_head is None:
@@ -292,7 +173,8 @@ def _plan_head(patch: Patch) -> Iterator[Action]:
     name = next(name for name, module in model.named_modules() if module is lm_head)
     divided = divided_of(model) if is_divided(model, lm_head) and stock_forward(lm_head) else None
     reason = "vocab=None in the config" if config is None else adapters if isinstance(adapters, str) else None
-    reason = reason or why_left_alone(name, lm_head, divided is not None, known) or head_report(model, lm_head)
+    reason = reason or family.head_left_alone or why_left_alone(name, lm_head, divided is not None, known)
+    reason = reason or head_report(model, lm_head)
     no_ring = reason or ("an adapter wraps it" if known else why_no_ring(model, lm_head))
     if config is not None and config.schedule == "ring" and no_ring:
         raise ValueError(

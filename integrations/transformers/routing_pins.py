@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_longmoe.integrations.transformers.experts import block_name, is_experts
+from hf_longmoe.integrations.transformers.experts import block_name, runs_in_waves
 from hf_longmoe.schedules.replay import pin_top_k
 
 __all__ = ["pin_routing"]
@@ -26,10 +26,11 @@ def _routing_modules(model: nn.Module) -> set[nn.Module]:
     """MoE blocks: what experts stand in. Where that is the whole layer, the routers beside them."""
     found = set()
     for name, module in model.named_modules():
-        if is_experts(module):
+        if runs_in_waves(module):
             block = model.get_submodule(block_name(name))
             if isinstance(block, GradientCheckpointingLayer):
-                found |= {m for child, m in block.named_children() if "router" in child or "gate" in child}
+                beside = (*block.named_children(), *module.named_children())
+                found |= {m for child, m in beside if "router" in child or "gate" in child}
             else:
                 found.add(block)
     return found

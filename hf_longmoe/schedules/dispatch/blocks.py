@@ -73,7 +73,7 @@ class Block(Protocol):
 @dataclass(frozen=True)
 class GatedMLP:
     """
-    `down(act(gate(x)) * up(x))`, parameters `(gate_up [E, 2I, H], down [E, H, I])`.
+    `down(act(gate(x)) * up(x))`, parameters `(gate_up [E, 2I, H], down [E, H, I])`, or `(gate, up, down)`.
 
     With m the gated activation, `w` a row's routing weight and `g` its output gradient: the gradient of `w` is
     `(g @ down) · m`, so backward does not need the output, a third of the recomputed forward; and `w` enters the
@@ -84,14 +84,19 @@ class GatedMLP:
     Arguments:
         act: the element-wise activation.
         silu: whether `act` is SiLU, whose backward torch has as one kernel.
+        fused: whether gate and up are one parameter; else they are `gate [E, I, H]` and `up [E, I, H]`.
     """
 
     act: Callable[[torch.Tensor], torch.Tensor]
     silu: bool = False
-    stacked = (True, True)
+    fused: bool = True
+
+    @property
+    def stacked(self) -> tuple[bool, ...]:
+        return (True,) * (2 if self.fused else 3)
 
     def bytes_per_row(self, hidden: int, params: Params) -> int:
-        width, dtype = params[1].shape[2], params[1].dtype
+        width, dtype = params[-1].shape[2], params[-1].dtype
         temporaries = max(hidden, width) * accumulation_dtype(dtype).itemsize // 2
         return (2 * hidden + 4 * width) * dtype.itemsize + temporaries
 
@@ -111,12 +116,21 @@ class GatedMLP:
         with torch.autocast(x.device.type, enabled=False):
             return self._backward(x, g, w, wave, params, grads)
 
-    def _forward(self, x: torch.Tensor, wave: Wave, params: Params) -> torch.Tensor:
-        gate_up, down = params
-        width = down.shape[2]
-        hidden = x.new_empty(x.shape[0], 2 * width)
+    def _inputs(self, params: Params) -> list[slice]:
+        """Of each parameter but the last: its part of the hidden layer's 2I columns."""
+        width = params[-1].shape[2]
+        return [slice(0, 2 * width)] if self.fused else [slice(0, width), slice(width, 2 * width)]
+
+    def _hidden(self, x: torch.Tensor, wave: Wave, params: Params) -> torch.Tensor:
+        hidden = x.new_empty(x.shape[0], 2 * params[-1].shape[2])
         for segment, part in parts(wave):
-            torch.mm(x[part], gate_up[segment.expert].T, out=hidden[part])
+            for param, columns in zip(params, self._inputs(params), strict=False):
+                torch.mm(x[part], param[segment.expert].T, out=hidden[part, columns])
+        return hidden
+
+    def _forward(self, x: torch.Tensor, wave: Wave, params: Params) -> torch.Tensor:
+        down, hidden = params[-1], self._hidden(x, wave, params)
+        width = down.shape[2]
         gate, up = hidden.split(width, dim=1)
         for part in row_slices(x.shape[0], width):
             torch.mul(self.act(gate[part]), up[part], out=gate[part])
@@ -127,12 +141,9 @@ class GatedMLP:
     def _backward(
         self, x: torch.Tensor, g: torch.Tensor, w: torch.Tensor, wave: Wave, params: Params, grads: WeightGradients
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        gate_up, down = params
+        down, hidden = params[-1], self._hidden(x, wave, params)
         rows, width = x.shape[0], down.shape[2]
         w = w.to(accumulation_dtype(x.dtype))
-        hidden = x.new_empty(rows, 2 * width)
-        for segment, part in parts(wave):
-            torch.mm(x[part], gate_up[segment.expert].T, out=hidden[part])
         gate, up = hidden.split(width, dim=1)
         gated, grad = x.new_empty(rows, width), x.new_empty(rows, width)
         for part in row_slices(rows, width):
@@ -144,14 +155,18 @@ class GatedMLP:
             torch.sum(grad[part].to(w.dtype).mul(gated[part]), dim=1, out=grad_w[part])
             gated[part] = gated[part] * w[part, None]
         for segment, part in parts(wave):
-            grads.add_product(1, segment, g[part], gated[part])
+            grads.add_product(len(params) - 1, segment, g[part], gated[part])
         del gated
         for part in row_slices(rows, width):
             self._gate_backward(gate[part], up[part], grad[part] * w[part, None])
         del grad
         for segment, part in parts(wave):
-            grads.add_product(0, segment, hidden[part], x[part])
-            torch.mm(hidden[part], gate_up[segment.expert], out=g[part])
+            for i, columns in enumerate(self._inputs(params)):
+                grads.add_product(i, segment, hidden[part, columns], x[part])
+                if i == 0:
+                    torch.mm(hidden[part, columns], params[i][segment.expert], out=g[part])
+                else:
+                    g[part].addmm_(hidden[part, columns], params[i][segment.expert])
         return g, grad_w
 
     def _gate_backward(self, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> None:

@@ -16,9 +16,10 @@ class WeightGradients:
     """
     The gradients of one block's parameters, in the parameters' dtype; `None` for a parameter that wants none.
 
-    A stacked parameter is `[E, ...]`. An expert whose rows all lie in one wave gets its gradient by one product,
-    rounded once. One that spans several is summed in `accumulation_dtype`: in place where that is the parameter's own
-    dtype, else in a buffer of that one expert, cast when its last rows have come. An expert without rows gets zeros.
+    A stacked parameter is `[E, ...]`, or shorter where the last experts have no rows. An expert whose rows all lie in
+    one wave gets its gradient by one product, rounded once. One that spans several is summed in `accumulation_dtype`:
+    in place where that is the parameter's own dtype, else in a buffer of that one expert, cast when its last rows have
+    come. An expert without rows gets zeros.
     A parameter that is not stacked (a norm all experts share) is summed over the waves.
 
     Arguments:
@@ -44,7 +45,7 @@ class WeightGradients:
         for i, (param, want) in enumerate(zip(params, wanted, strict=True)):
             if want and stacked[i]:
                 self.grads[i] = torch.empty_like(param)
-                for expert, count in enumerate(counts):
+                for expert, count in enumerate(counts[: len(param)]):
                     if not count:
                         self.grads[i][expert].zero_()
             elif want:

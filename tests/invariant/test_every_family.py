@@ -1,0 +1,105 @@
+"""Every MoE family of the installed Transformers: what is patched stays so, and is exact in float64."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.every_family import EVERY, check, model_of, reported, row
+from benchmarks.families import FAMILIES
+from benchmarks.own_blocks import OWN_BLOCKS
+from hf_longmoe import patch_model, unpatch_model
+
+ROOT = Path(__file__).parents[2]
+TABLE = {line.split(" ")[1]: line for line in (ROOT / "docs/families.md").read_text().splitlines() if line[:2] == "| "}
+NOTHING_PATCHED = ("nllb_moe", "switch_transformers")
+
+
+def test_the_table_has_every_family():
+    models = Path(transformers.__file__).parent / "models"
+    by_interface, others = set(), set()
+    for file in models.glob("*/modeling_*.py"):
+        text = file.read_text()
+        if "use_experts_implementation" in text:
+            by_interface.add(file.parent.name)
+        elif re.search(r"^class \w*(Experts|SparseMLP|MoE|ExpertGLU)\(nn\.Module", text, re.MULTILINE):
+            others.add(file.parent.name)
+    assert by_interface == set(FAMILIES)
+    assert others == set(OWN_BLOCKS)
+    assert by_interface | others == TABLE.keys() - {"family"}
+
+
+@pytest.mark.parametrize("family", [family for family in EVERY if family not in NOTHING_PATCHED])
+def test_exact(family):
+    checked = check(family)
+    assert checked.loss <= 1e-12
+    assert checked.gradient <= 1e-12, checked.worst
+    assert not checked.without
+    assert row(family, checked.entries, model_of(family, torch.float32).config) == TABLE[family]
+
+
+@pytest.mark.parametrize("family", NOTHING_PATCHED)
+def test_nothing_to_patch(family):
+    assert row(family, *reported(family)) == TABLE[family]
+    with pytest.raises(ValueError, match="nothing to patch.*beyond a capacity.*cross-entropy of its own"):
+        patch_model(model_of(family))
+
+
+def test_how_many_are_patched():
+    lines = {family: [cell.strip() for cell in TABLE[family].split("|")[1:-1]] for family in EVERY}
+    waves = [family for family in FAMILIES if re.search("written out|model's kernel", lines[family][1])]
+    assert len(waves) >= 64
+    for family in ("step3p7", "dbrx", "llama4"):
+        assert re.search("written out|model's kernel", lines[family][1])
+    heads = {family for family in EVERY if lines[family][3] != "tiles"}
+    assert heads == {"diffusion_gemma", "openai_privacy_filter", *NOTHING_PATCHED}
+
+
+@pytest.mark.parametrize("family", sorted(OWN_BLOCKS.keys() - set(NOTHING_PATCHED)))
+def test_unpatching_a_block_of_its_own(family):
+    model = model_of(family)
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    unpatch_model(patch_model(model))
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(hidden, 8), nn.Linear(8, hidden)
+
+    def forward(self, x):
+        return self.w2(self.w1(x).relu())
+
+
+class RemoteBlock(nn.Module):
+    """As code from the Hub has it: a list of experts, each a module."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(hidden, 4), nn.ModuleList(Mlp(hidden) for _ in range(4))
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        return sum(weights[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+
+
+def test_a_list_of_experts_is_left_alone_with_a_reason():
+    config = AutoConfig.for_model(
+        "llama", vocab_size=101, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        layer.mlp = RemoteBlock(32)
+    ids = torch.randint(0, 101, (1, 8))
+    want = model(input_ids=ids, labels=ids).loss
+    patch_model(model)
+    left = [entry for entry in model.longmoe.entries if entry.schedule is None]
+    assert [entry.module for entry in left] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert all("modules of their own" in entry.note and "trust_remote_code" in entry.note for entry in left)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, want)
