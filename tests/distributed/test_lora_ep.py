@@ -24,7 +24,8 @@ TWO_RANKS = {
 
 @pytest.fixture(scope="module")
 def two(launch):
-    return launch("lora_worker.py", 2, {name: {**DEFAULTS, **case} for name, case in TWO_RANKS.items()})
+    cases = {name: {**DEFAULTS, **case} for name, case in TWO_RANKS.items()}
+    return launch("lora_worker.py", 2, cases, timeout=180)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
