@@ -20,7 +20,10 @@ from hf_longmoe.schedules.vocab import tile_bytes
 __all__ = ["LENGTHS", "count", "small_caps"]
 
 LENGTHS = (1024, 4096, 16384, 32768)
-_KEPT = (4096, 8192)  # patched: the schedules' part does not grow from where there are several waves and tiles
+# Patched: the schedules' part does not grow, from where there are several waves and tiles; and the layout's own length
+# where that is shorter.
+_KEPT = (4096, 8192)
+_SHORTEST = 1024
 _BENT = 0.01  # of a moment's bytes
 _ROWS, _FEWEST = 256, 8  # of a wave, or tokens of a tile, in a count
 
@@ -47,7 +50,7 @@ def count(
         `ValueError`: as `fake_step`.
     """
     ran, layers = depths or depths_of(config), config.get_text_config().num_hidden_layers
-    lengths = LENGTHS if patched is None else (*_KEPT, *LENGTHS[2:]) if bent else _KEPT
+    lengths = LENGTHS if patched is None else _lengths(layout, bent)
     one = dataclasses.replace(layout, seq_len=lengths[-1], micro_batch=1, cp_size=1)
     moments = [fake_moments(config, one, lengths, depth=depth, patched=patched) for depth in ran]
     if depths is None and len(ran) == 2 and (third := 2 * ran[1] - ran[0]) <= layers:
@@ -56,6 +59,12 @@ def count(
             ran = (ran[1], third)
             moments = [moments[1], fake_moments(config, one, lengths, depth=third, patched=patched)]
     return Counts(layers, ran, lengths, moments)
+
+
+def _lengths(layout: Layout, bent: bool) -> tuple[int, ...]:
+    """Of patched models, ascending."""
+    own = max(_SHORTEST, layout.tokens)
+    return ((own,) if own < _KEPT[0] else ()) + _KEPT + (LENGTHS[2:] if bent else ())
 
 
 def _bends(first: Moments, second: Moments, third: Moments) -> bool:
@@ -73,7 +82,7 @@ def _bends(first: Moments, second: Moments, third: Moments) -> bool:
 
 
 def small_caps(config: PreTrainedConfig, layout: Layout) -> LongMoEConfig:
-    """Caps of which a step of four thousand tokens takes several waves and tiles: for `count`."""
+    """Caps of which a step of the shortest count takes several waves and tiles."""
     with without_data(config, layout):
         model = fake_model(config, layout, depth=depths_of(config)[0], patched=_roomy())
         per_row = 0
@@ -87,7 +96,7 @@ def small_caps(config: PreTrainedConfig, layout: Layout) -> LongMoEConfig:
         head = model.get_output_embeddings().weight
         vocab = tile_bytes(_ROWS, *head.shape, dtype=head.dtype, keep_logits=True, bias=True)
     # Half of the budget sums outputs in float32: of half the tokens of the shortest count, at most.
-    dispatch = min(_ROWS * per_row, 4 * head.shape[1] * _KEPT[0])
+    dispatch = min(_ROWS * per_row, 4 * head.shape[1] * _lengths(layout, bent=False)[0])
     return _caps(max(dispatch, _FEWEST * per_row, 1), vocab)
 
 
