@@ -25,13 +25,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from benchmarks.expert_plans import plan_cell
 from benchmarks.families import FAMILIES, small_config
 from benchmarks.own_blocks import OWN_BLOCKS, small_own_block
 from hf_longmoe import DispatchConfig, LongMoEConfig, VocabConfig, patch_model
 from hf_longmoe.integrations.transformers.patch import Entry
 from hf_longmoe.integrations.transformers.planning_shape import build
 
-__all__ = ["EVERY", "Checked", "caps_of", "check", "model_of", "row"]
+__all__ = ["EVERY", "Checked", "caps_of", "check", "drawn", "model_of", "row"]
 
 EVERY = tuple(sorted((*FAMILIES, *OWN_BLOCKS)))
 _WIDTHS = ("moe_", "shared_", "shared_expert_", "moe_shared_expert_", "dense_", "shared_experts_")
@@ -115,7 +116,7 @@ def check(family: str, checkpointing: bool = True) -> Checked:
     labels = ids.clone()
     labels[0, : _LENGTH - _LABELLED] = -100
     with Widened():
-        with _drawn():
+        with drawn():
             logits = model(**inputs).logits
         projection = torch.randn_like(logits)
         labelled = head_is_patched(model, caps_of(family))
@@ -127,7 +128,7 @@ def check(family: str, checkpointing: bool = True) -> Checked:
         patch_model(model, caps_of(family))
         if checkpointing and model.supports_gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        with _drawn():
+        with drawn():
             got = model(**inputs, labels=labels).loss if labelled else (model(**inputs).logits * projection).sum()
         found = _gradients(model, got)
     errors = {name: _error(found[name], want) for name, want in grads.items() if name in found}
@@ -137,7 +138,7 @@ def check(family: str, checkpointing: bool = True) -> Checked:
 
 
 @contextlib.contextmanager
-def _drawn() -> Iterator[None]:
+def drawn() -> Iterator[None]:
     """A router that draws (phimoe's) draws the same."""
     with torch.random.fork_rng():
         torch.manual_seed(2)
@@ -181,14 +182,13 @@ def row(family: str, entries: list[Entry], config: PreTrainedConfig) -> str:
     experts = [e for e in entries if e.component == "dispatch" and e.schedule != "token tiles"]
     tiled = {e.module.rpartition(".")[2] for e in entries if e.schedule == "token tiles"}
     heads = [e for e in entries if e.component == "vocab"]
-    plan = getattr(config.get_text_config(), "base_model_ep_plan", None) or {}
     cells = (
         family,
         said(*("left alone: " + e.note if e.schedule is None else _how(e.note) for e in experts)),
         said(*sorted(tiled)),
         said(*("left alone: " + e.note if e.schedule is None else e.schedule for e in heads)),
         "sums by layer" if any(e.component == "aux" for e in entries) else "–",
-        "yes" if "ep_dispatch_experts" in plan.values() else "–",
+        plan_cell(family, config),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -209,7 +209,10 @@ def table() -> Iterator[str]:
     yield ""
     yield "- experts: waves whose backward is written out, or in which the model's own kernel runs"
     yield "- shared, dense: which of its shared experts and dense MLPs run in token tiles"
-    yield "- EP plan: whether Transformers divides its experts over ranks, which PipelinedLLEP then serves"
+    yield (
+        "- EP plan: whether Transformers divides its experts over ranks, which PipelinedLLEP then serves: a step on two"
+        " ranks through FSDP2 is that of one process, in float32 (`tests/distributed/test_every_family_ep.py`)"
+    )
     yield ""
     yield f"| {' | '.join(_COLUMNS)} |"
     yield f"|{'---|' * len(_COLUMNS)}"

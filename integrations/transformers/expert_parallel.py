@@ -16,6 +16,7 @@ from transformers.distributed.expert_parallel import (
     EPImplementation,
     EPImplementationInterface,
 )
+from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
 
 from hf_longmoe.config import DispatchConfig
 from hf_longmoe.integrations.transformers.experts import (
@@ -23,7 +24,7 @@ from hf_longmoe.integrations.transformers.experts import (
     block_of,
     drop_adapters,
     hidden_of,
-    is_experts,
+    is_called_as_interface,
 )
 from hf_longmoe.schedules.dispatch import PipelinedDispatch, PipelineSizes, pipeline_sizes
 from hf_longmoe.schedules.dispatch.clone import bare_clone
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 NAME = "pipelined_llep"
+_SUMMED = "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,9 @@ class PipelinedLLEP(EPImplementation):
     with the default caps (or those of `LONGMOE_DISPATCH_*` in the environment); `patch_model` gives it others.
 
     Raises:
-        `ValueError`: experts that do not go through Transformers' experts interface, or have parameters that are not
-            divided by expert; or a budget below a wave of a few rows. On every rank, at load.
+        `ValueError`: experts that are not called as Transformers' experts interface calls them, or have parameters
+            that are neither divided by expert nor shared by all; or a budget below a wave of a few rows. On every
+            rank, at load; at the first forward, where no rule of the plan sums the gradients of shared parameters.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -73,7 +76,7 @@ class PipelinedLLEP(EPImplementation):
         self.wire = GroupWire(ep_mesh.get_group())
         self._checked_batch = False
         self._sizes: dict[tuple, PipelineSizes] = {}
-        reason = why_not(experts, self.wire.size)
+        reason = why_not(experts, self.wire.size, loading=True)
         if reason:
             raise ValueError(f'ep_implementation="{NAME}": {type(experts).__name__} {reason}; use "all_to_all".')
         sizes_of(experts, self.wire.size, _settings(experts).config)
@@ -88,6 +91,8 @@ class PipelinedLLEP(EPImplementation):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         settings, listener = _settings(self.experts), vars(self.experts).get("longmoe_on_routing")
+        if shared := [child for child in self.experts.children() if any(True for _ in child.parameters())]:
+            self._sum_gradients_of(shared, hidden_states)
         block, params = block_of(self.experts, settings.config.kernel)
         key = (settings.config, hidden_states.dtype, params[0].dtype, block)
         if key not in self._sizes:  # they depend on nothing else of a call
@@ -113,6 +118,16 @@ class PipelinedLLEP(EPImplementation):
         shape = (tokens, output.shape[1])
         output = DTensor.from_local(output, self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1))
         return output.full_tensor()
+
+    def _sum_gradients_of(self, shared: list[nn.Module], hidden_states: torch.Tensor) -> None:
+        """Has Transformers add up, over the ranks, the gradients of what all experts share: no row of it will do."""
+        if reason := why_not(self.experts, self.wire.size):
+            raise ValueError(f'ep_implementation="{NAME}": {type(self.experts).__name__} {reason}.')
+        row = hidden_states.new_zeros(0, hidden_of(self.experts))
+        # Nothing is kept of it, nor seen by a checkpoint, which would count what it saves.
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+            for child in shared:
+                child(row)
 
     def _check_batch(self, hidden_states: torch.Tensor) -> None:
         """Each rank of a TP group computes a part of the batch they share: looks once whether they do share it."""
@@ -142,16 +157,23 @@ def _sample(x: torch.Tensor, rows: int = 64, columns: int = 8) -> torch.Tensor:
     return torch.cat([torch.full_like(thousandths[:1, 0], tokens), thousandths.reshape(-1)])
 
 
-def why_not(experts: nn.Module, ranks: int) -> str | None:
-    """Why the experts cannot run on the pipelined schedule; `None` if they can."""
-    if not is_experts(experts):
+def why_not(experts: nn.Module, ranks: int, loading: bool = False) -> str | None:
+    """
+    Why the experts cannot run on the pipelined schedule; `None` if they can.
+
+    Arguments:
+        loading: whether the rules of the plan for what they hold are yet to be applied.
+    """
+    if not is_called_as_interface(experts):
         return "does not go through Transformers' experts interface"
     dtype = next((param.dtype for param in experts.parameters()), None)
     if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
         return "is quantised, so it has no weights to compute gradients for"
     for name, param in experts.named_parameters():
-        count = _local_shape(param, ranks)[0]
-        if "." in name or count != experts.num_experts:
+        holder = name.rpartition(".")[0]
+        if holder and not (loading or _gradients_are_summed(experts.get_submodule(holder))):
+            return f'has a parameter, {name}, whose gradients no rule sums ("{_SUMMED}" in the ep_plan does)'
+        if not holder and _local_shape(param, ranks)[0] != experts.num_experts:
             return f"has a parameter, {name}, that is not divided by expert"
         if param.dtype != dtype:
             return f"has parameters of different dtypes ({name} is {param.dtype})"
@@ -165,8 +187,9 @@ def sizes_of(
     # Stand-ins of the shapes that the experts will have when they run: FSDP2 may hold less of them until then.
     clone = bare_clone(experts)
     for name, param in experts.named_parameters():
-        like = torch.empty(_local_shape(param, ranks), dtype=param.dtype, device="meta")
-        clone._parameters[name] = nn.Parameter(like, requires_grad=param.requires_grad)
+        if "." not in name:
+            like = torch.empty(_local_shape(param, ranks), dtype=param.dtype, device="meta")
+            clone._parameters[name] = nn.Parameter(like, requires_grad=param.requires_grad)
     block, params = block_of(clone, config.kernel, adapters)
     hidden = hidden_of(clone)
     return _sizes(config, params[0].dtype, hidden, block, params, ranks)
@@ -181,8 +204,14 @@ def ep_note(experts: nn.Module, ranks: int, config: DispatchConfig, adapters: An
     return f"{sizes.caps.rows} rows a wave, {sizes.tile} a tile, {lending}; never above {format_bytes(sizes.bound)}"
 
 
+def _gradients_are_summed(module: nn.Module) -> bool:
+    """Whether a rule of the plan has Transformers sum the gradients of the module's parameters over the ranks."""
+    forward = getattr(vars(module).get("forward"), "__qualname__", "")
+    return forward.startswith(ReplicatedWithGradAllReduce.install_forward.__qualname__)
+
+
 def _local_shape(param: torch.Tensor, ranks: int) -> tuple[int, ...]:
-    """The shape of a rank's part of a parameter, where FSDP2 has gathered it."""
+    """The shape of a rank's part of a parameter that is divided by expert, where FSDP2 has gathered it."""
     if not isinstance(param, DTensor):
         return tuple(param.shape)
     return (param.shape[0] // ranks, *param.shape[1:])

@@ -34,6 +34,7 @@ __all__ = [
     "block_of",
     "drop_adapters",
     "hidden_of",
+    "is_called_as_interface",
     "is_experts",
     "patch_experts",
     "patch_mlp",
@@ -57,6 +58,12 @@ def block_name(name: str) -> str:
 def standing_in(name: str) -> str:
     """The name that a module has without the adapters that wrap it."""
     return _WRAPPED.sub("", name)
+
+
+def is_called_as_interface(module: nn.Module) -> bool:
+    """Whether the module is called as `(hidden [T, H], index [T, k], weights [T, k])`, behind the interface or not."""
+    own = own_block(module)
+    return is_experts(module) if own is None else own.called_as_interface
 
 
 def runs_in_waves(module: nn.Module) -> bool:

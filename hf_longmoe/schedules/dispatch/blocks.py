@@ -242,6 +242,9 @@ class ModelKernel:
     def _call(self, x: torch.Tensor, wave: Wave, params: Params) -> torch.Tensor:
         clone = bare_clone(self.module)
         clone.num_experts = len(wave.experts)
+        for name, child in self.module.named_children():
+            if "forward" in vars(child):  # one set on the instance may hook parameters: not those of a wave
+                clone._modules[name] = bare_clone(child)
         index = torch.empty(x.shape[0], 1, dtype=torch.int64, device=x.device)
         for segment, part in parts(wave):
             index[part] = segment.expert - wave.experts[0]

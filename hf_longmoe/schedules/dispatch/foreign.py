@@ -19,25 +19,32 @@ class Lending:
     What one rank lends and borrows in one pass over a plan's waves.
 
     An expert travels as one row, `[parameter 0 | parameter 1 | ...]`, each flattened; the gradients of those that
-    train do so in `accumulation_dtype`.
+    train do so in `accumulation_dtype`. A parameter that is not stacked, all experts share, and every rank has.
 
     Arguments:
         wire: to the ranks.
         plan: of the pass.
-        params: the rank's own experts, stacked; not kept. They travel in the first one's dtype.
+        params: the rank's own experts; not kept. They travel in the first one's dtype, which is stacked.
+        stacked: for each, whether its first dimension is the experts.
         wanted: for each, whether it trains; all of them if not given.
     """
 
     def __init__(
-        self, wire: Wire, plan: ExchangePlan, params: Sequence[torch.Tensor], wanted: Sequence[bool] | None = None
+        self,
+        wire: Wire,
+        plan: ExchangePlan,
+        params: Sequence[torch.Tensor],
+        stacked: Sequence[bool],
+        wanted: Sequence[bool] | None = None,
     ) -> None:
-        self.wire, self.plan = wire, plan
+        self.wire, self.plan, self.stacked = wire, plan, stacked
         self.count = params[0].shape[0]
         self.shapes = [param.shape[1:] for param in params]
-        self.sizes = [shape.numel() for shape in self.shapes]
-        self.wanted = [True] * len(params) if wanted is None else list(wanted)
+        self.sizes = [shape.numel() if own else 0 for shape, own in zip(self.shapes, stacked, strict=True)]
+        wanted = [True] * len(params) if wanted is None else wanted
+        self.wanted = [want and own for want, own in zip(wanted, stacked, strict=True)]
         self.trained = [size if want else 0 for size, want in zip(self.sizes, self.wanted, strict=True)]
-        self._weights: dict[int, list[torch.Tensor]] = {}  # of a borrowed expert: views [1, ...]
+        self._weights: dict[int, list[torch.Tensor | None]] = {}  # of a borrowed expert: views [1, ...]
         self._gradients: dict[int, list[torch.Tensor | None]] = {}
         self._going: dict[int, torch.Tensor] = {}  # by the wave after which they go home
         waves = range(plan.num_waves)
@@ -51,20 +58,20 @@ class Lending:
         pairs, mine = self.plan.lends(self.wire.rank, wave), self.plan.fetches(self.wire.rank, wave)
         rows = params[0].new_empty(len(pairs), sum(self.sizes))
         for row, (_, expert) in zip(rows, pairs, strict=True):
-            for view, param in zip(row.split(self.sizes), params, strict=True):
-                view.copy_(param[expert % self.count].reshape(-1))
+            for view, param, own in zip(row.split(self.sizes), params, self.stacked, strict=True):
+                if own:
+                    view.copy_(param[expert % self.count].reshape(-1))
         return mine, self.wire.exchange(rows, self._homes(mine), self._takers(pairs))
 
     def arrive(self, fetched: tuple[list[int], Pending] | None) -> None:
         if fetched is not None:
             experts, pending = fetched
             for row, expert in zip(_each(pending.wait()), experts, strict=True):
-                parts = zip(row.split(self.sizes, dim=1), self.shapes, strict=True)
-                self._weights[expert] = [part.unflatten(1, shape) for part, shape in parts]
+                self._weights[expert] = self._views(row, self.sizes, self.stacked)
 
-    def weights(self, expert: int) -> list[torch.Tensor]:
-        """A borrowed expert's parameters, stacked: `[1, ...]`."""
-        return self._weights[expert]
+    def weights(self, expert: int, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A borrowed expert's parameters, stacked: `[1, ...]`; out of `params`, those that all experts share."""
+        return [mine if own is None else own for own, mine in zip(self._weights[expert], params, strict=True)]
 
     def drop(self, wave: int) -> None:
         """Lets go of the weights that no later wave needs."""
@@ -72,8 +79,8 @@ class Lending:
             del self._weights[expert]
 
     # -- gradients ---------------------------------------------------------------------------------------------------
-    def gradients(self, expert: int) -> WeightGradients:
-        """Where a borrowed expert's weight gradients are summed, stacked: `[1, ...]`."""
+    def gradients(self, expert: int, mine: WeightGradients) -> WeightGradients:
+        """Where a borrowed expert's weight gradients are summed, stacked: `[1, ...]`; the others' are `mine`."""
         if expert not in self._gradients:
             wave = self._finish[expert]
             group = self.plan.finishes(self.wire.rank, wave)
@@ -81,7 +88,8 @@ class Lending:
             rows = like.new_zeros(len(group), sum(self.trained), dtype=accumulation_dtype(like.dtype))
             self._going[wave] = rows
             self._gradients.update((e, self._trained(row)) for e, row in zip(group, _each(rows), strict=True))
-        return WeightGradients.into(self._gradients[expert])
+        own = zip(self._gradients[expert], mine.grads, self.stacked, strict=True)
+        return WeightGradients.into([lent if stacked else shared for lent, shared, stacked in own])
 
     def send_home(self, wave: int, like: torch.Tensor) -> tuple[list[int], Pending] | None:
         """
@@ -108,8 +116,11 @@ class Lending:
 
     def _trained(self, row: torch.Tensor) -> list[torch.Tensor | None]:
         """Views of a row of gradients; `None` for a parameter that does not train."""
-        parts = zip(row.split(self.trained, dim=1), self.shapes, self.wanted, strict=True)
-        return [part.unflatten(1, shape) if want else None for part, shape, want in parts]
+        return self._views(row, self.trained, self.wanted)
+
+    def _views(self, row: torch.Tensor, sizes: Sequence[int], there: Sequence[bool]) -> list[torch.Tensor | None]:
+        parts = zip(row.split(sizes, dim=1), self.shapes, there, strict=True)
+        return [part.unflatten(1, shape) if have else None for part, shape, have in parts]
 
     def _homes(self, experts: Sequence[int]) -> list[int]:
         """How many of these experts each rank owns; they ascend, so they are grouped by owner."""

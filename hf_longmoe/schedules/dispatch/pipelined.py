@@ -67,8 +67,9 @@ class PipelinedDispatch:
             top_k_index: experts of each token, `[T, k]`, global ids; one that is no expert's is left out.
             top_k_weights: routing weights, `[T, k]`.
             block: how a tile's experts run.
-            params: this rank's experts, all stacked; the same shapes on every rank. Rows travel in the first one's
-                dtype.
+            params: this rank's experts; the same shapes on every rank. Rows travel in the first one's dtype, which is
+                stacked. One that is not (a norm all experts share) has the same values on every rank, and gets this
+                rank's part of its gradient: their sum is the caller's to take.
 
         Returns:
             `[T, H]`, in the dtype of `x`: the sum over slots of weight times output, summed in at least float32.
@@ -117,7 +118,7 @@ class _Call:
 
     def _forward(self, routed: Routed, given: Any, params: Any, out: torch.Tensor) -> None:
         x, w, order = given
-        lending = Lending(self.wire, routed.plan, params)
+        lending = Lending(self.wire, routed.plan, params, self.block.stacked)
 
         def issue(wave: int) -> tuple:
             rows = routed.rows(order, self.wire.rank, wave)
@@ -189,7 +190,7 @@ class _Call:
         grad_x, grad_w, grads = into
         plan, rank, hidden, dtype = routed.plan, self.wire.rank, x.shape[1], params[0].dtype
         bits = w.itemsize // dtype.itemsize  # columns that carry a routing weight, or its gradient, bit for bit
-        lending = Lending(self.wire, plan, params, wanted)
+        lending = Lending(self.wire, plan, params, self.block.stacked, wanted)
         contributions = _Contributions(self._contributions(routed))
 
         def issue(wave: int) -> tuple:
@@ -211,7 +212,7 @@ class _Call:
             for tile in self._tiles(routed, wave):
                 experts, base = self._experts(tile, routed, lending, params)
                 own = tile.first in routed.home or not self.trains  # frozen experts have no gradients to keep
-                sums = grads if own else lending.gradients(tile.first)
+                sums = grads if own else lending.gradients(tile.first, grads)
                 weight = gather_rows(buffer[:, 2 * hidden :], tile.parts).view(w.dtype)[:, 0]
                 rows_x = gather_rows(buffer[:, :hidden], tile.parts)
                 rows_g = gather_rows(buffer[:, hidden : 2 * hidden], tile.parts)
@@ -251,7 +252,7 @@ class _Call:
         """The parameters that a tile runs on, stacked, and the global id of the first of them."""
         if tile.first in routed.home:
             return params, routed.home.start
-        return lending.weights(tile.first), tile.first
+        return lending.weights(tile.first, params), tile.first
 
     def _contributions(self, routed: Routed) -> Iterator[int]:
         """Each expert once for each time that something is added to its weight gradients."""

@@ -67,7 +67,7 @@ def pipeline_sizes(
         hidden: H.
         dtype: of the block's input.
         block: how a tile's experts run.
-        params: the rank's own experts, stacked; gradients are those of the ones that train (of all, if none does).
+        params: the rank's own experts; gradients are those of the ones that train (of all, if none does).
         ranks: of the group.
         depth: waves that are sent ahead of the one being computed.
         imbalance: experts are lent where the largest load of a rank is at least this many times the mean.
@@ -81,8 +81,9 @@ def pipeline_sizes(
     wire = out + 3 * (hidden * size + total.itemsize) + hidden * total.itemsize // 4
     compute = block.bytes_per_row(hidden, params)
     span = block.max_experts(params, budget // 2 if half else budget)
-    elements = sum(param[0].numel() for param in params)
-    trained = sum(param[0].numel() for param in params if param.requires_grad) or elements
+    stacked = [param for param, own in zip(params, block.stacked, strict=True) if own]
+    elements = sum(param[0].numel() for param in stacked)
+    trained = sum(param[0].numel() for param in stacked if param.requires_grad) or elements
     weight_bytes, gradient_bytes = elements * size, trained * accumulation_dtype(params[0].dtype).itemsize
 
     free = budget // 2 if half else budget
