@@ -1,0 +1,35 @@
+"""TRL's trainers with the schedules: `LongMoESFTTrainer`, `LongMoEDPOTrainer`, and the mixin for the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trl import DPOTrainer, SFTTrainer
+
+from hf_longmoe.integrations.transformers.trainer import LongMoETrainerMixin
+from hf_longmoe.integrations.trl.head import bound_head
+
+__all__ = ["LongMoEDPOTrainer", "LongMoESFTTrainer", "LongMoETRLMixin"]
+
+
+class LongMoETRLMixin(LongMoETrainerMixin):
+    """
+    For a trainer of TRL: `class MyTrainer(LongMoETRLMixin, GRPOTrainer)`. Its model, which `patch_model` has patched,
+    gives TRL the log-probabilities, entropy and accuracy that it asks for in the memory of one tile of logits; so does
+    its reference model. Checkpoints are those of `LongMoETrainerMixin`.
+
+    Raises:
+        `ValueError`: as `bound_head`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        bound_head(self)
+
+
+class LongMoESFTTrainer(LongMoETRLMixin, SFTTrainer):
+    """`trl.SFTTrainer`, and what `LongMoETRLMixin` adds."""
+
+
+class LongMoEDPOTrainer(LongMoETRLMixin, DPOTrainer):
+    """`trl.DPOTrainer`, and what `LongMoETRLMixin` adds."""
