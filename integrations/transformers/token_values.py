@@ -1,8 +1,8 @@
 """What a trainer asks of a model in place of logits: each label's log-probability, entropy and the like, in tiles.
 
-A caller opens `asking(TokenCall(...))` around a call of a patched model with labels. The model's own forward runs, with
-whatever it does to its logits, up to `loss_function`, which answers: `TokenCall.values`, and their negative mean as the
-model's loss.
+A caller opens `asking(TokenCall(...))` around a call of a patched model with labels. The model's own forward runs,
+with whatever it does to its logits, up to `loss_function`, which answers: `TokenCall.values`, and their negative mean
+as the model's loss.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class TokenCall:
     ) -> TokenStatistics:
         source, transform = logits.source, logits.steps.transform
         hidden, weight, *bias = source.operands
-        if source.ring is not None:  # a loss goes round the ring, single tokens do not: each rank has all of the weight
+        if (
+            source.ring is not None
+        ):  # a loss goes round the ring, single tokens do not: each rank has all of the weight
             weight, *bias = map(source.ring.gathered, (weight, *bias))
         options: dict[str, Any] = dict(fields=self.fields, budget=budget, ignore_index=ignore_index)
         softcap = None if transform.softcap is None else transform.softcap / self.temperature

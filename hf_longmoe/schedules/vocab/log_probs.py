@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,13 +18,12 @@ class TokenPlan(HeadPlan):
     """
     Arguments:
         fields: which of the optional fields of `TokenStatistics` are computed.
-        entropy_rows: tokens of a tile in a backward that reaches the entropy, which needs the logits kept; 0 if none
-            can.
+        entropy_rows: gives the tokens of a tile in a backward that reaches the entropy, which needs the logits kept.
         name: of the public function, for messages.
     """
 
     fields: tuple[str, ...] = ()
-    entropy_rows: int = 0
+    entropy_rows: Callable[[], int]
     name: str = "token_log_probs"
 
 
@@ -63,7 +63,7 @@ class LogProbs(torch.autograd.Function):
         if for_log_probs is None:
             for_log_probs = torch.zeros_like(normalizers)
         if for_entropy is not None:
-            plan = replace(plan, rows=plan.entropy_rows, keep_logits=True)
+            plan = replace(plan, rows=plan.entropy_rows(), keep_logits=True)
         with torch.autocast(hidden.device.type, enabled=False):
             head = Head(hidden, weight, bias, plan)
             gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], plan.valid)

@@ -140,7 +140,8 @@ def token_statistics(
         (8 with the entropy); logits are not.
 
     Raises:
-        As [`linear_cross_entropy`]; `ValueError` for an unknown field.
+        As [`linear_cross_entropy`]; `ValueError` for an unknown field, and in a backward that reaches the entropy, for
+            a budget below a tile of that.
     """
     unknown = [name for name in fields if name not in _FIELDS]
     if unknown:
@@ -163,11 +164,12 @@ def _statistics(
 ) -> TokenStatistics:
     hidden, labels, shape = flatten_tokens(hidden, weight, labels, bias)
     tiling = _tiling(hidden, weight, bias, budget, transform, False)
-    needs = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    entropy_rows = 0
-    if needs and "entropy" in fields:
-        entropy_rows = _tiling(hidden, weight, bias, budget, transform, True)["rows"]
     valid = select_valid(labels, ignore_index, weight.shape[0])
+    shapes = dict(dtype=tiling["dtype"], keep_logits=True, bias=bias is not None)
+
+    def entropy_rows() -> int:
+        return max(1, min(tile_rows(budget, *weight.shape, **shapes), hidden.shape[0]))
+
     plan = TokenPlan(**tiling, valid=valid, fields=fields, entropy_rows=entropy_rows, name=name)
     return TokenStatistics(*LogProbs.apply(hidden, weight, bias, plan)).reshape(shape)
 

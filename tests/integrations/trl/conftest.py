@@ -57,9 +57,10 @@ def rows():
         def text(words):
             return " ".join(draw.choice(WORDS) for _ in range(words))
 
-        return Dataset.from_list(
-            [{"prompt": text(3 + i % 4)} | {column: " " + text(4 + (i * 5) % 7) for column in columns} for i in range(12)]
-        )
+        def row(i):
+            return {"prompt": text(3 + i % 4)} | {column: " " + text(4 + (i * 5) % 7) for column in columns}
+
+        return Dataset.from_list([row(i) for i in range(12)])
 
     return rows
 
