@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import Trainer
 from trl import DPOTrainer, SFTTrainer
 
 from hf_longmoe.integrations.transformers.trainer import LongMoETrainerMixin
@@ -25,6 +26,13 @@ class LongMoETRLMixin(LongMoETrainerMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         bound_head(self)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the trainer's. Peaks go past it: it adds, and so uses up, what the log of the step itself is to have."""
+        if any(name.startswith("peak/") for name in logs):
+            Trainer.log(self, logs, start_time)
+        else:
+            super().log(logs, start_time)
 
 
 class LongMoESFTTrainer(LongMoETRLMixin, SFTTrainer):
