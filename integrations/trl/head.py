@@ -9,6 +9,7 @@ runs, so that scales and soft caps are the model's own, and the caps are those o
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,7 @@ _NAMES = {
 # What the trainers read beside log-probabilities; another trainer gets them all.
 _READ = {"SFTTrainer": ("entropy", "is_top1"), "DPOTrainer": ("entropy", "mean_logits", "is_top1")}
 _READ |= {"GRPOTrainer": ("entropy",), "RLOOTrainer": ("entropy",)}
+_GATHERED = "in tiles, for values of single tokens; for these each rank gathers the weight that the ring divides"
 
 
 def bound_head(trainer: Trainer) -> None:
@@ -60,6 +62,9 @@ def bound_head(trainer: Trainer) -> None:
         float32=getattr(trainer.args, "cast_lm_head_to_fp32", False),
     )
     _bind(model, _outputs(trainer), **options)
+    if model.longmoe.ring is not None:
+        entries = model.longmoe.entries
+        model.longmoe.entries = [replace(e, note=_GATHERED) if e.component == "vocab" else e for e in entries]
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, nn.Module):
         if "longmoe" not in vars(causal_lm(reference)):
@@ -111,7 +116,8 @@ def _output(
     mask = (labels[:, 1:] if shift_labels is None else shift_labels) != -100
 
     def cut(values: Any) -> Any:
-        return values if shift_labels is not None else values[:, :-1]
+        # Not a view: FSDP2 hooks what a model returns.
+        return (values if shift_labels is not None else values[:, :-1]).clone()
 
     found = {name: cut(getattr(call.values, _NAMES[name])) for name in outputs}
     aux_loss = getattr(output, "aux_loss", None)

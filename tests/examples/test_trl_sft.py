@@ -31,7 +31,7 @@ def test_one_process(tmp_path):
     start(tmp_path, "--packing")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_with_adapters(tmp_path):
     config = str(ROOT / "accelerate_configs" / "cpu_2proc.yaml")
     start(tmp_path, "--lora", launcher=("-m", "accelerate.commands.launch", "--config_file", config))

@@ -126,6 +126,26 @@ def test_float32_projection_and_formed_logits():
         torch.testing.assert_close(getattr(calls[0].values, name), getattr(calls[1].values, name), msg=name)
 
 
+def test_a_divided_head_is_gathered():
+    """Of a ring, whose `gathered` is a collective: on two ranks it is `ring_head.Ring`'s own."""
+    from hf_longmoe.integrations.transformers.deferred import LossCall, defer
+
+    class Halves:
+        def gathered(self, part):
+            return weight if part.dim() == 2 else bias
+
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(2, 5, 8), torch.randn(32, 8), torch.randn(32)
+    labels = torch.randint(0, 32, (2, 5))
+    call, config = TokenCall(("entropy",)), VocabConfig(budget="16KiB")
+    logits = defer(LossCall(True), hidden, weight[:16], bias[:16], ring=Halves(), vocab_size=32)
+    loss = call.answer(config, logits, labels, None, -100)
+    full = torch.nn.functional.linear(hidden, weight, bias).log_softmax(-1)
+    want = full.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(call.values.log_probs, want)
+    torch.testing.assert_close(loss, -want.mean())
+
+
 def test_label_smoothing_of_the_config_is_refused(build, tiny, batch_of):
     config = LongMoEConfig(dispatch=DispatchConfig(), vocab=VocabConfig(label_smoothing=0.1))
     model = patch_model(build("llama", dtype=torch.float32), config)
