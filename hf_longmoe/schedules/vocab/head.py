@@ -143,6 +143,13 @@ class Head:
             self.transform.forward_(logits, kept)
             yield where, logits, kept, hidden, self.valid.labels[where].long().unsqueeze(1)
 
+    def again(self, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+        """Fills `kept`, which was put to another use, with what a soft cap's backward needs of the tile."""
+        self.products.logits(hidden, self.weight, kept)
+        if self.bias is not None:
+            kept.add_(self.bias)
+        kept.mul_(self.transform.scale / self.transform.softcap).tanh_()
+
     def backward(
         self,
         gradients: HeadGradients,
