@@ -81,10 +81,11 @@ IMPORTS = [
 @pytest.fixture(scope="session")
 def python(tmp_path_factory):
     """
-    `python(*command, timeout)` -> as of `subprocess.run([sys.executable, *command])`, of a script or `-m` a module.
+    `python(*command, timeout, cwd=None)` -> as of `subprocess.run([sys.executable, *command])`, where the command is a
+    script or `-m` and a module.
 
     The process is a fork of one that has imported what takes long, and run nothing. One that lasts longer than
-    `timeout` seconds is killed.
+    `timeout` seconds is ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTS)
@@ -93,18 +94,20 @@ def python(tmp_path_factory):
         patch.setenv("HF_HUB_OFFLINE", "1")
         multiprocessing.forkserver.ensure_running()
 
-    def python(*command, timeout):
+    def python(*command, timeout, cwd=None):
         command, folder = [str(part) for part in command], tmp_path_factory.mktemp("python")
         files = [folder / "stdout", folder / "stderr"]
         script = str(Path(__file__).parent / "forked_command.py")
         process = context.Process(target=runpy.run_path, args=(script,), kwargs={"run_name": "__main__"})
         with pytest.MonkeyPatch.context() as patch:  # a new process gets both as they are here
-            patch.setattr(sys, "argv", [script, *map(str, files), *command])
+            patch.setattr(sys, "argv", [script, str(cwd or Path.cwd()), *map(str, files), *command])
             patch.setattr(sys, "path", ["", *sys.path])
             process.start()
         try:
             process.join(timeout)
-        finally:
+        finally:  # also at pytest's own time-out; a launcher ends its workers then
+            process.terminate()
+            process.join(30)
             process.kill()
             process.join()
         out, err = (file.read_text() if file.exists() else "" for file in files)

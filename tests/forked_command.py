@@ -1,15 +1,16 @@
-"""What a fork of `python`'s server runs: two files for what it says, then a command as `python` takes it."""
+"""What `python` of conftest.py starts: a folder to run in, two files for its output, then a command as for Python."""
 
 import os
 import runpy
 import sys
 from pathlib import Path
 
-for number, path in enumerate(sys.argv[1:3], start=1):
+os.chdir(sys.argv[1])
+for number, path in enumerate(sys.argv[2:4], start=1):
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, number)
     os.close(file)
-sys.argv = sys.argv[3:]
+sys.argv = sys.argv[4:]
 if sys.argv[0] == "-m":
     del sys.argv[0]
     sys.path[0] = os.getcwd()
