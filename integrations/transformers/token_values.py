@@ -79,20 +79,19 @@ class TokenCall:
         self, budget: int | str, logits: DeferredLogits, labels: torch.Tensor, ignore_index: int
     ) -> TokenStatistics:
         source, transform = logits.source, logits.steps.transform
-        hidden, weight, *bias = source.operands
-        if (
-            source.ring is not None
-        ):  # a loss goes round the ring, single tokens do not: each rank has all of the weight
-            weight, *bias = map(source.ring.gathered, (weight, *bias))
+        hidden, weight, bias, low_rank = source.parts()
+        if source.ring is not None:
+            # A loss goes round the ring, single tokens do not: each rank has all of the weight.
+            weight, bias = (None if part is None else source.ring.gathered(part) for part in (weight, bias))
         options: dict[str, Any] = dict(fields=self.fields, budget=budget, ignore_index=ignore_index)
         softcap = None if transform.softcap is None else transform.softcap / self.temperature
         options["transform"] = LogitTransform(transform.scale / self.temperature, softcap)
-        bias = bias[0] if bias else None
         if not self.float32 or hidden.dtype == torch.float64:
-            return token_statistics(hidden, weight, labels, bias=bias, **options)
+            return token_statistics(hidden, weight, labels, bias=bias, low_rank=low_rank, **options)
         hidden, weight, bias = (None if t is None else t.float() for t in (hidden, weight, bias))
+        low_rank = None if low_rank is None else tuple(factor.float() for factor in low_rank)
         with torch.autocast(hidden.device.type, enabled=False):
-            return token_statistics(hidden, weight, labels, bias=bias, **options)
+            return token_statistics(hidden, weight, labels, bias=bias, low_rank=low_rank, **options)
 
     def _of_formed(self, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int) -> TokenStatistics:
         """The same of logits that had to be formed: exact, but unbounded."""

@@ -135,19 +135,20 @@ class Head:
             hidden = self.products.hidden(self.hidden[where].to(self.dtype))
             logits = self.buffer[: stop - start]
             kept = None if self.kept is None else self.kept[: stop - start]
-            self.products.logits(hidden, self.weight, logits)
-            if self.bias is not None:
-                logits.add_(self.bias)
-            if self.v is not None:
-                logits.addmm_(self.u[where], self.v.t())
+            self._project(where, hidden, logits)
             self.transform.forward_(logits, kept)
             yield where, logits, kept, hidden, self.valid.labels[where].long().unsqueeze(1)
 
-    def again(self, hidden: torch.Tensor, kept: torch.Tensor) -> None:
-        """Fills `kept`, which was put to another use, with what a soft cap's backward needs of the tile."""
-        self.products.logits(hidden, self.weight, kept)
+    def _project(self, where: slice | torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        self.products.logits(hidden, self.weight, logits)
         if self.bias is not None:
-            kept.add_(self.bias)
+            logits.add_(self.bias)
+        if self.v is not None:
+            logits.addmm_(self.u[where], self.v.t())
+
+    def again(self, where: slice | torch.Tensor, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+        """Fills `kept`, which was put to another use, with what a soft cap's backward needs of the tile."""
+        self._project(where, hidden, kept)
         kept.mul_(self.transform.scale / self.transform.softcap).tanh_()
 
     def backward(

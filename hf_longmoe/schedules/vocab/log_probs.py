@@ -29,15 +29,15 @@ class TokenPlan(HeadPlan):
 
 class LogProbs(torch.autograd.Function):
     """
-    `apply(hidden [T, H], weight [V, H], bias [V] or None, plan)`: log_probs, entropy, correct, mean_logits and
-    log_sum_squares of `TokenStatistics`, each [T]; `None` for those not asked for.
+    `apply(hidden [T, H], weight [V, H], bias [V] or None, u [T, r] and v [V, r] or None, plan)`: log_probs, entropy,
+    correct, mean_logits and log_sum_squares of `TokenStatistics`, each [T]; `None` for those not asked for.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, plan: TokenPlan):
+    def forward(ctx, hidden, weight, bias, u, v, plan: TokenPlan):
         ctx.set_materialize_grads(False)  # an entropy that is only logged costs backward nothing
         with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(hidden, weight, bias, plan, keep_logits=False)
+            head = Head(hidden, weight, bias, plan, keep_logits=False, low_rank=(u, v))
             log_probs = head.buffer.new_zeros(hidden.shape[0])
             normalizers = torch.zeros_like(log_probs)
             found = {name: torch.zeros_like(log_probs) for name in plan.fields if name != "correct"}
@@ -50,7 +50,7 @@ class LogProbs(torch.autograd.Function):
                     found[name][where] = value
         entropy = found.get("entropy")
         ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, normalizers, entropy)
+        ctx.save_for_backward(hidden, weight, bias, u, v, normalizers, entropy)
         rest = [found.get(name) for name in ("correct", "mean_logits", "log_sum_squares")]
         ctx.mark_non_differentiable(*(value for value in rest if value is not None))
         return log_probs, entropy, *rest
@@ -59,14 +59,14 @@ class LogProbs(torch.autograd.Function):
     def backward(ctx, for_log_probs, for_entropy, *_):
         plan = ctx.plan
         refuse_double_backward(plan.name)
-        hidden, weight, bias, normalizers, entropy = ctx.saved_tensors
+        hidden, weight, bias, u, v, normalizers, entropy = ctx.saved_tensors
         if for_log_probs is None:
             for_log_probs = torch.zeros_like(normalizers)
         if for_entropy is not None:
             plan = replace(plan, rows=plan.entropy_rows(), keep_logits=True)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(hidden, weight, bias, plan)
-            gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3], plan.valid)
+            head = Head(hidden, weight, bias, plan, low_rank=(u, v))
+            gradients = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:5], plan.valid, (u, v))
             scale = plan.transform.scale  # and not the products' unit: a loss scale is in what came
             for where, logits, kept, block, labels in head.tiles():
                 factor = (for_log_probs[where] * scale).unsqueeze(1)
@@ -78,11 +78,11 @@ class LogProbs(torch.autograd.Function):
                     # d entropy / dz = -p·(log p + entropy)
                     _times_log(logits, kept, slope.neg(), -factor - slope * entropy[where].unsqueeze(1))
                     if plan.transform.softcap is not None:
-                        head.again(block, kept)
+                        head.again(where, block, kept)
                 logits.scatter_add_(1, labels, factor)
                 head.backward(gradients, where, logits, kept, block)
             results = []
-            for name, tensor in zip(("dh", "dw", "db"), (hidden, weight, bias), strict=True):
+            for name, tensor in zip(("dh", "dw", "db", "du", "dv"), (hidden, weight, bias, u, v), strict=True):
                 gradient = getattr(gradients, name)
                 if gradient is not None:
                     gradient = gradient.to(tensor.dtype)

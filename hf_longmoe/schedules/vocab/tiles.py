@@ -131,6 +131,7 @@ def token_statistics(
     budget: int | str,
     transform: LogitTransform = _NO_TRANSFORM,
     ignore_index: int = -100,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> TokenStatistics:
     """
     Differentiable log-probability of each label, and what trainers log beside it.
@@ -152,7 +153,7 @@ def token_statistics(
     unknown = [name for name in fields if name not in _FIELDS]
     if unknown:
         raise ValueError(f"fields={fields!r} has {unknown[0]!r}; choose among {', '.join(_FIELDS)}.")
-    options = dict(bias=bias, budget=budget, transform=transform, ignore_index=ignore_index)
+    options = dict(bias=bias, budget=budget, transform=transform, ignore_index=ignore_index, low_rank=low_rank)
     return _statistics(hidden, weight, labels, tuple(fields), "token_statistics", **options)
 
 
@@ -167,17 +168,21 @@ def _statistics(
     budget: int | str,
     transform: LogitTransform,
     ignore_index: int,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> TokenStatistics:
     hidden, labels, shape = flatten_tokens(hidden, weight, labels, bias)
-    tiling = _tiling(hidden, weight, bias, budget, transform, False)
+    u, v = (None, None) if low_rank is None else flatten_low_rank(hidden, weight, *low_rank)
+    vocab_size, hidden_size = weight.shape
+    hidden_size += 0 if v is None else v.shape[1]
+    tiling = _tiling(hidden, weight, bias, budget, transform, False, hidden_size - weight.shape[1])
     valid = select_valid(labels, ignore_index, weight.shape[0])
     shapes = dict(dtype=tiling["dtype"], keep_logits=True, bias=bias is not None)
 
     def entropy_rows() -> int:
-        return max(1, min(tile_rows(budget, *weight.shape, **shapes), hidden.shape[0]))
+        return max(1, min(tile_rows(budget, vocab_size, hidden_size, **shapes), hidden.shape[0]))
 
     plan = TokenPlan(**tiling, valid=valid, fields=fields, entropy_rows=entropy_rows, name=name)
-    return TokenStatistics(*LogProbs.apply(hidden, weight, bias, plan)).reshape(shape)
+    return TokenStatistics(*LogProbs.apply(hidden, weight, bias, u, v, plan)).reshape(shape)
 
 
 def _tiling(
