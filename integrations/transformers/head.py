@@ -200,7 +200,8 @@ class TiledLoss:
         )
         if logits.source.ring is not None:
             return logits.source.ring.loss(hidden, weight, bias, labels, **options)
-        return linear_cross_entropy(hidden, weight, labels, bias=bias, low_rank=low_rank, **options)
+        options |= dict(bias=bias, low_rank=low_rank, vocab_size=logits.shape[-1])
+        return linear_cross_entropy(hidden, weight, labels, **options)
 
 
 def _formed_loss(

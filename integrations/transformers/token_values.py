@@ -62,7 +62,8 @@ class TokenCall:
                 " this trainer makes its loss of log-probabilities; set both to 0."
             )
         labels = labels.reshape(logits.shape[:-1])
-        if isinstance(logits, DeferredLogits) and logits.ready:
+        # A padded vocabulary's cut is known to the loss alone.
+        if isinstance(logits, DeferredLogits) and logits.ready and not logits.steps.cut:
             values = self._in_tiles(config.budget, logits, labels, ignore_index)
         else:
             logits = logits.formed("loss_function") if isinstance(logits, DeferredLogits) else logits

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from hf_longmoe.schedules.vocab.checks import check_num_items, check_objective, flatten_low_rank, flatten_tokens
+from hf_longmoe.schedules.vocab.checks import (
+    check_num_items,
+    check_objective,
+    check_vocab_size,
+    flatten_low_rank,
+    flatten_tokens,
+)
 from hf_longmoe.schedules.vocab.head import operand_dtype
 from hf_longmoe.schedules.vocab.labels import select_valid
 from hf_longmoe.schedules.vocab.log_probs import LogProbs, TokenPlan
@@ -42,6 +48,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     statistics: bool = False,
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    vocab_size: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStatistics]:
     """
     Cross-entropy of the language-model head, exact, with a peak that does not grow with the number of tokens.
@@ -66,6 +73,7 @@ def linear_cross_entropy(
         low_rank (`tuple` of two `torch.Tensor`, *optional*):
             u [..., r] and v [V, r], of which u · vᵀ is added to the projection (LoRA on the head: u = scale · x · Aᵀ
             and v = B), in the dtype of the logits.
+        vocab_size (`int`, *optional*): where the rest of the V entries are padding, how many come before it.
 
     Returns:
         The loss, a scalar of float32 (float64 for float64 operands); with `statistics`, `(loss, TokenStatistics)`.
@@ -80,10 +88,12 @@ def linear_cross_entropy(
     check_num_items(num_items)
     u, v = (None, None) if low_rank is None else flatten_low_rank(hidden, weight, *low_rank)
     rank = 0 if v is None else v.shape[1]
-    tiling = _tiling(hidden, weight, bias, budget, transform, statistics, rank)
+    vocab_size = check_vocab_size(vocab_size, weight)
+    tiling = _tiling(hidden, weight[:vocab_size], bias, budget, transform, statistics, rank)
     plan = LossPlan(
         **tiling,
-        valid=select_valid(labels, ignore_index, weight.shape[0]),
+        valid=select_valid(labels, ignore_index, vocab_size),
+        vocab_size=vocab_size,
         num_items=num_items,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
