@@ -34,13 +34,13 @@ def selected(request):
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory, python):
     """
-    `launch(script, ranks, cases, timeout=100)` -> what each rank wrote, a list over ranks.
+    `launch(script, ranks, cases, timeout=180)` -> what each rank wrote, a list over ranks.
 
     `script` lies in this folder and calls `ranks.main`, which says how ranks start and end. A launch that lasts
     longer than `timeout` seconds fails the test.
     """
 
-    def launch(script, ranks, cases, timeout=100):
+    def launch(script, ranks, cases, timeout=180):
         folder = tmp_path_factory.mktemp(Path(script).stem)
         (folder / "cases.json").write_text(json.dumps(cases))
         # The script ends its ranks itself; this counts its imports too.
