@@ -114,7 +114,7 @@ def cases(quick: bool) -> list[Case]:
     """The cases; `quick`: the same at a fraction of the size, without gates."""
     stock = StackSizes(tokens=1024, hidden=256, layers=96)
     if quick:
-        stock = StackSizes(tokens=64, hidden=32, layers=64)
+        stock = StackSizes(tokens=64, hidden=32, layers=40)
     deeper = replace(stock, layers=2 * stock.layers)
     growth = Growth(
         case=stock.label(), unit="layer", units=stock.layers, bytes_per_unit=stock.boundary // 500, slack=0.02

@@ -109,7 +109,7 @@ def cases(quick: bool) -> list[EndToEndCase]:
     """`quick`: tiny models on 1 and 2 ranks, without limits on reach and time."""
     if quick:
         tiny = EndToEndModel(hidden=32, width=32, layers=4, experts=4, top_k=2, vocab=2048)
-        caps = {"dispatch": "512KiB", "vocab": "512KiB", "bucket": "64KiB"}
+        caps = {"dispatch": "256KiB", "vocab": "256KiB", "bucket": "64KiB"}
         return [
             EndToEndCase(
                 name=f"{'shares' if ablation else 'reach'}: tiny, {_on(ranks)}, {budget}",
@@ -121,7 +121,7 @@ def cases(quick: bool) -> list[EndToEndCase]:
                 start=64,
                 ablation=ablation,
             )
-            for ranks, budget, ablation in ((1, "8MiB", False), (1, "8MiB", True), (2, "7MiB", False))
+            for ranks, budget, ablation in ((1, "5MiB", False), (1, "5MiB", True), (2, "4MiB", False))
         ]
     balanced = EndToEndModel(hidden=128, width=256, layers=8, experts=8, top_k=4, vocab=4096)
     deep = EndToEndModel(hidden=64, width=64, layers=16, experts=8, top_k=2, vocab=8192)

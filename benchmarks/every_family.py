@@ -133,7 +133,7 @@ def check(family: str, checkpointing: bool = True) -> Checked:
         found = _gradients(model, got)
     errors = {name: _error(found[name], want) for name, want in grads.items() if name in found}
     worst = max(errors, key=errors.get)
-    loss_error = float((got - loss).abs() / loss.abs())
+    loss_error = abs((got - loss) / loss).item()
     return Checked(model.longmoe.entries, loss_error, errors[worst], worst, grads.keys() ^ found.keys())
 
 

@@ -79,6 +79,8 @@ _COMMON: dict[str, Any] = dict(
     linear_num_value_heads=4,
     linear_key_head_dim=32,
     linear_value_head_dim=32,
+    linear_head_dim=32,
+    linear_num_heads=4,
 )
 
 
@@ -179,8 +181,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         qk_rope_head_dim=0,
         qk_nope_head_dim=64,
         head_dim=0,
-        linear_head_dim=32,
-        linear_num_heads=4,
         index_kpool=4,
         **_ALL_HEADS,
     ),

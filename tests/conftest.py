@@ -1,4 +1,11 @@
-"""Tiny models of the families that have a row of their own, made from their configs."""
+"""Tiny models of the families that have a row of their own, made from their configs; and Python, started quickly."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +66,54 @@ MODELS = {
     "granitemoe": dict(intermediate_size=12, num_local_experts=6, num_experts_per_tok=2, logits_scaling=4.0),
     "llama": dict(intermediate_size=24),
 }
+
+# What commands import, and what takes most of the time of a small one.
+IMPORTS = [
+    "accelerate",
+    "datasets",
+    "hf_longmoe.integrations.accelerate",
+    "hf_longmoe.integrations.transformers",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.trainer",
+]
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """
+    `python(*command, timeout, cwd=None)` -> as of `subprocess.run([sys.executable, *command])`, where the command is a
+    script or `-m` and a module.
+
+    The process is a fork of one that has imported what takes long, and run nothing. One that lasts longer than
+    `timeout` seconds is ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        multiprocessing.forkserver.ensure_running()
+
+    def python(*command, timeout, cwd=None):
+        command, folder = [str(part) for part in command], tmp_path_factory.mktemp("python")
+        files = [folder / "stdout", folder / "stderr"]
+        script = str(Path(__file__).parent / "forked_command.py")
+        process = context.Process(target=runpy.run_path, args=(script,), kwargs={"run_name": "__main__"})
+        with pytest.MonkeyPatch.context() as patch:  # a new process gets both as they are here
+            patch.setattr(sys, "argv", [script, str(cwd or Path.cwd()), *map(str, files), *command])
+            patch.setattr(sys, "path", ["", *sys.path])
+            process.start()
+        try:
+            process.join(timeout)
+        finally:  # also at pytest's own time-out; a launcher ends its workers then
+            process.terminate()
+            process.join(30)
+            process.kill()
+            process.join()
+        out, err = (file.read_text() if file.exists() else "" for file in files)
+        return subprocess.CompletedProcess(command, process.exitcode, out, err)
+
+    return python
 
 
 @pytest.fixture(params=sorted(MODELS))

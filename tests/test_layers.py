@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HOSTS = {"transformers", "accelerate", "peft", "trl", "datasets", "lightning"}
+HOSTS = {"transformers", "accelerate", "peft", "trl", "datasets", "lightning", "axolotl"}
 
 
 def imports(path):

@@ -35,7 +35,7 @@ from hf_longmoe.planner import Plan
 from hf_longmoe.planner.table import print_comparison
 from hf_longmoe.sizes import format_bytes
 
-__all__ = ["ComponentPeakCallback"]
+__all__ = ["ComponentPeakCallback", "over_all_ranks"]
 
 logger = logging.get_logger(__name__)
 
@@ -177,15 +177,8 @@ class ComponentPeakCallback(TrainerCallback):
 
     def _gather(self, args: TrainingArguments) -> PeakReport:
         """What has been measured since the last time, over all ranks. Every rank must come here."""
-        report = reduce(PeakReport.merge, self._pending)
+        report = over_all_ranks(reduce(PeakReport.merge, self._pending), args.device)
         self._pending = []
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            # All the rows and not their maximum: the components at the peak must be those of one rank, or they would
-            # not sum to the total. A row is half a kilobyte.
-            row = torch.tensor(report.to_row(), dtype=torch.int64, device=args.device)
-            rows = [torch.empty_like(row) for _ in range(distributed.get_world_size())]
-            distributed.all_gather(rows, row)
-            report = merge_ranks(PeakReport.from_row(row.tolist(), report.probe) for row in rows)
         self.report = report if self.report is None else self.report.merge(report)
         return report
 
@@ -200,6 +193,18 @@ class ComponentPeakCallback(TrainerCallback):
                         f" {format_bytes(cap)} (step {state.global_step}). `print(model.longmoe)` shows what was left"
                         " alone."
                     )
+
+
+def over_all_ranks(report: PeakReport, device: torch.device) -> PeakReport:
+    """The same of all ranks, which must all come here."""
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return report
+    # All the rows and not their maximum: the components at the peak must be those of one rank, or they would not sum
+    # to the total. A row is half a kilobyte.
+    row = torch.tensor(report.to_row(), dtype=torch.int64, device=device)
+    rows = [torch.empty_like(row) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(rows, row)
+    return merge_ranks(PeakReport.from_row(row.tolist(), report.probe) for row in rows)
 
 
 def _calling_trainer(callback: TrainerCallback) -> Trainer | None:

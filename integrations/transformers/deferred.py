@@ -24,6 +24,7 @@ from hf_longmoe.integrations.transformers.logit_steps import (
     SHAPE_ONLY,
     Steps,
     cast_target,
+    kept_entries,
 )
 
 __all__ = ["DeferredLogits", "LossCall", "current_call", "defer", "with_low_rank"]
@@ -201,9 +202,9 @@ class DeferredLogits(torch.Tensor):
     """
     Stands for logits `[..., V]`: their shape, dtype, device and place in the graph, but no storage.
 
-    Scales, a soft cap and casts are noted down. Any other operation forms the logits. After a training step there is
-    nothing left to form them from, and an operation raises a `RuntimeError` that says how to get logits; after an
-    evaluation they are formed on demand.
+    Scales, a soft cap, casts and the cut of a padded vocabulary are noted down. Any other operation forms the logits.
+    After a training step there is nothing left to form them from, and an operation raises a `RuntimeError` that says
+    how to get logits; after an evaluation they are formed on demand.
     """
 
     @staticmethod
@@ -283,7 +284,12 @@ class DeferredLogits(torch.Tensor):
 
     def _note(self, func: Callable, operands: tuple, options: dict) -> DeferredLogits | None:
         """One more operation, not carried out; `None` if it must be."""
-        dtype = self.dtype
+        dtype, shape = self.dtype, self.shape
+        if func is torch.Tensor.__getitem__:  # of a padded vocabulary
+            kept = kept_entries(shape, func, operands, options)
+            if kept is None or self.source.ring is not None:
+                return None
+            shape = (*shape[:-1], kept)
         if func in CASTS:
             dtype = cast_target(self, func, operands, options)
             if dtype == self.dtype:
@@ -294,7 +300,7 @@ class DeferredLogits(torch.Tensor):
         if func in IN_PLACE:
             self.cell[0] = steps
             return self
-        return _derive(self.source, steps, self.shape, dtype, self.device)
+        return _derive(self.source, steps, shape, dtype, self.device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -27,8 +27,9 @@ __all__ = ["patch_forward", "restore_model_forward", "wants_router_loss"]
 
 logger = logging.get_logger(__name__)
 _REPLACED = (
-    "{what} was replaced after patch_model (use_liger_kernel=True does so, inside train()), so its memory is not"
-    " bounded. Switch that off, or make the replacement first and call patch_model after it."
+    "{what} was replaced after patch_model (use_liger_kernel=True does so, inside train(); TRL's trainers do, as they"
+    " are made: use LongMoESFTTrainer and the others of hf_longmoe.integrations.trl), so its memory is not bounded."
+    " Switch that off, or make the replacement first and call patch_model after it."
 )
 _REPLICA = (
     "A patched model cannot run as a replica: torch.nn.DataParallel, which a Trainer uses where one process sees"

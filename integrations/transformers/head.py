@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from hf_longmoe.config import VocabConfig
 from hf_longmoe.integrations.transformers.deferred import DeferredLogits, current_call, defer
 from hf_longmoe.integrations.transformers.ring_head import gathered_until_backward, keeps_gathered
+from hf_longmoe.integrations.transformers.token_values import asked
 from hf_longmoe.integrations.transformers.tp_head import Divided, stock_forward
 from hf_longmoe.schedules.vocab import linear_cross_entropy, ring_tile, tile_rows
 
@@ -168,6 +169,10 @@ class TiledLoss:
         config, call = self.config, current_call()
         if call is not None:
             call.loss_computed = True
+        if (tokens := asked()) is not None:
+            if shift_labels is None:
+                shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            return tokens.answer(config, logits, shift_labels, num_items_in_batch, ignore_index)
         deferred = isinstance(logits, DeferredLogits)
         if deferred and not (logits.ready and logits.shape[-1] == vocab_size):
             logits, deferred = logits.formed("loss_function"), False
@@ -195,7 +200,8 @@ class TiledLoss:
         )
         if logits.source.ring is not None:
             return logits.source.ring.loss(hidden, weight, bias, labels, **options)
-        return linear_cross_entropy(hidden, weight, labels, bias=bias, low_rank=low_rank, **options)
+        options |= dict(bias=bias, low_rank=low_rank, vocab_size=logits.shape[-1])
+        return linear_cross_entropy(hidden, weight, labels, **options)
 
 
 def _formed_loss(

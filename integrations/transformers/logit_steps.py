@@ -9,7 +9,7 @@ import torch
 
 from hf_longmoe.schedules.vocab import LogitTransform
 
-__all__ = ["CASTS", "CLONES", "IN_PLACE", "SHAPE_ONLY", "Steps", "cast_target"]
+__all__ = ["CASTS", "CLONES", "IN_PLACE", "SHAPE_ONLY", "Steps", "cast_target", "kept_entries"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Steps:
     applied: tuple[tuple[Callable, tuple, dict], ...] = field(default=())
 
     def then(self, func: Callable, operands: tuple, options: dict) -> Steps | None:
-        """With one more operation; `None` where a `LogitTransform` cannot express it."""
+        """With one more operation (a slice: see `kept_entries`); `None` where a `LogitTransform` cannot express it."""
         done = replace(self, applied=(*self.applied, (func, operands, options)))
-        if func in CASTS:
+        if func in CASTS or func is torch.Tensor.__getitem__:
             return done
         if func in _TANH and not self.tanh:
             return replace(done, tanh=True)
@@ -41,9 +41,25 @@ class Steps:
         return None
 
     @property
+    def cut(self) -> bool:
+        """Whether only the first entries of the vocabulary were kept."""
+        return any(func is torch.Tensor.__getitem__ for func, _, _ in self.applied)
+
+    @property
     def transform(self) -> LogitTransform | None:
         """`None` for a tanh whose soft cap has not been multiplied back."""
         return None if self.tanh and self.softcap is None else LogitTransform(self.scale, self.softcap)
+
+
+def kept_entries(shape: tuple[int, ...], func: Callable, operands: tuple, options: dict) -> int | None:
+    """How many entries of the vocabulary, the first ones, a slice of logits of this shape keeps; `None` if no such."""
+    if func is not torch.Tensor.__getitem__ or len(operands) != 1 or options or not isinstance(operands[0], tuple):
+        return None
+    *before, last = operands[0]
+    whole = before in ([Ellipsis], [slice(None)] * (len(shape) - 1))
+    if not whole or not isinstance(last, slice) or last.start not in (None, 0) or last.step not in (None, 1):
+        return None
+    return last.stop if isinstance(last.stop, int) and 0 < last.stop <= shape[-1] else None
 
 
 def _methods(*names: str) -> frozenset[Callable]:

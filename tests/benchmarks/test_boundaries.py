@@ -1,22 +1,16 @@
 """`python -m benchmarks boundaries`; nothing here depends on how fast anything is."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jsonschema
 
 from benchmarks import report
 from benchmarks.boundaries import cases
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_quick_run(tmp_path):
+def test_quick_run(python, tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks", "boundaries", "--quick", "--threads", "1", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = python("-m", "benchmarks", "boundaries", "--quick", "--threads", 1, "--json", file, timeout=240)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     jsonschema.validate(result, report.SCHEMA)
@@ -25,10 +19,10 @@ def test_quick_run(tmp_path):
     for case in entries.values():
         assert not case["gate"] and not report.missed(case)
         assert case["error"] == case["baseline_error"] and case["host_ratio"] == 1
-        assert case["baseline_peak_bytes"] > 64 * case["boundary_bytes"]  # without offload all boundaries are there
+        assert case["baseline_peak_bytes"] > 40 * case["boundary_bytes"]  # without offload all boundaries are there
         assert case["sent_down_bytes"] == case["offloaded"] * case["boundary_bytes"]
     deeper = next(case for case in entries.values() if "growth" in case)
-    assert deeper["offloaded"] == 127 and deeper["growth"]["bytes_per_unit"] < deeper["boundary_bytes"] / 100
+    assert deeper["offloaded"] == 79 and deeper["growth"]["bytes_per_unit"] < deeper["boundary_bytes"] / 100
 
 
 def test_the_gates_are_those_promised():

@@ -1,9 +1,6 @@
 """`python -m benchmarks end_to_end`; nothing here depends on how fast anything is."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -13,7 +10,6 @@ from benchmarks.end_to_end import SCHEMA, cases
 from benchmarks.end_to_end_search import search
 from benchmarks.end_to_end_side import SCHEDULES, EndToEndModel, SideSizes
 
-ROOT = Path(__file__).parents[2]
 TINY = EndToEndModel(hidden=32, width=32, layers=6, experts=4, top_k=2, vocab=512)
 
 
@@ -90,10 +86,9 @@ def test_reach_and_throughput_are_lower_limits():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("only", [pytest.param("reach: tiny, 2 ranks", marks=pytest.mark.exhaustive), "shares: tiny"])
-def test_quick_run(only, tmp_path):
+def test_quick_run(python, only, tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks", "end_to_end", "--quick", "--only", only, "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290)
+    done = python("-m", "benchmarks", "end_to_end", "--quick", "--only", only, "--json", file, timeout=290)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     jsonschema.validate(result, SCHEMA)

@@ -1,11 +1,9 @@
 """`python -m benchmarks expert_parallel` and what it is made of; nothing here depends on how fast anything is."""
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -18,13 +16,10 @@ from benchmarks.expert_parallel import cases, smallest_budget
 from benchmarks.processes import processes, rank
 from benchmarks.routing import choose
 
-ROOT = Path(__file__).parents[2]
 
-
-def test_quick_run_on_two_and_four_ranks(tmp_path):
+def test_quick_run_on_two_and_four_ranks(python, tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks", "expert_parallel", "--quick", "--only", "95%", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = python("-m", "benchmarks", "expert_parallel", "--quick", "--only", "95%", "--json", file, timeout=240)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     jsonschema.validate(result, report.SCHEMA)

@@ -1,8 +1,6 @@
 """`python -m benchmarks gpu`, on the CPU; nothing here depends on how fast anything is."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,10 +29,9 @@ def no_accelerator(monkeypatch):
 
 
 @pytest.mark.skipif(gpu.run_device().type != "cpu", reason="what is asserted is of the CPU")
-def test_quick_run_on_the_cpu(tmp_path):
+def test_quick_run_on_the_cpu(python, tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks", "gpu", "--quick", "--threads", "1", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = python("-m", "benchmarks", "gpu", "--quick", "--threads", 1, "--json", file, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     jsonschema.validate(result, report.SCHEMA)

@@ -16,14 +16,12 @@ ROOT = Path(__file__).parents[2]
 MiB = 2**20
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-
-
 # Of dispatch only the longest case, which brings along the one that its limit comes from.
 @pytest.mark.parametrize("arguments", [["vocab"], ["dispatch", "--only", "T 1024"]], ids=["vocab", "dispatch"])
-def test_quick_run_writes_the_projects_json(arguments, tmp_path):
+def test_quick_run_writes_the_projects_json(python, arguments, tmp_path):
+    def run(*arguments):
+        return python("-m", "benchmarks", *arguments, timeout=240)
+
     done = run(*arguments, "--quick", "--threads", 1, "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())

@@ -1,9 +1,6 @@
 """`python -m benchmarks optimizer`, and its simulated link; nothing here depends on how fast anything is."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -13,14 +10,12 @@ from benchmarks import report
 from benchmarks.link import LinkEngine
 from benchmarks.optimizer import LinkSizes, UpdateSizes, cases
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize("only", ("update", "link"))
-def test_quick_run(only, tmp_path):
+def test_quick_run(python, only, tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks", "optimizer", "--quick", "--only", only, "--threads", "1"]
-    done = subprocess.run([*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    command = ["-m", "benchmarks", "optimizer", "--quick", "--only", only, "--threads", 1]
+    done = python(*command, "--json", file, timeout=240)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     jsonschema.validate(result, report.SCHEMA)

@@ -1,9 +1,6 @@
 """`python -m benchmarks planner`: its small configs, its cases, and what it writes."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -13,7 +10,6 @@ from benchmarks.families import FAMILIES, small_config
 from benchmarks.planner import FAKE, REAL, SCHEMA, STAND_IN, cases, measure, table
 from hf_longmoe.integrations.transformers.planning_shape import depths_of, shape_of
 
-ROOT = Path(__file__).parents[2]
 # Families whose shape the planner cannot read yet, or that have none, and how it says so.
 UNPLANNED = {
     "openai_privacy_filter": "there is no causal LM for it",  # it classifies tokens
@@ -53,10 +49,10 @@ def test_the_cases():
 
 
 @pytest.mark.exhaustive
-def test_quick_run_writes_the_schema(tmp_path):
+def test_quick_run_writes_the_schema(python, tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks", "planner", "--quick", "--only", "mixtral, non-reentrant, unb"]
-    done = subprocess.run([*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    command = ["-m", "benchmarks", "planner", "--quick", "--only", "mixtral, non-reentrant, unb"]
+    done = python(*command, "--json", file, timeout=240)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     jsonschema.validate(result, SCHEMA)

@@ -1,9 +1,6 @@
 """`python -m benchmarks ring`; nothing here depends on how fast anything is."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -12,14 +9,11 @@ from benchmarks import report
 from benchmarks.ring import cases
 from hf_longmoe.schedules.vocab.ring_plan import ring_bytes
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.parametrize("only", ["2 ranks, N 256, H 32, V 1024", "4 ranks, N 2048"])
-def test_quick_run(only, tmp_path):
+def test_quick_run(python, only, tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks", "ring", "--quick", "--only", only, "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = python("-m", "benchmarks", "ring", "--quick", "--only", only, "--json", file, timeout=240)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     jsonschema.validate(result, report.SCHEMA)

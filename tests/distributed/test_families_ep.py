@@ -38,18 +38,20 @@ FOUR_RANKS = {
     "efsdp 2, gpt_oss": {"family": "gpt_oss"},
     "efsdp 2, re-entrant": {"checkpointing": "reentrant"},
 }
+# Of "accumulation" there is one with shared experts too, and of "re-entrant" one on two ranks.
+MORE = ["accumulation", "efsdp 2, re-entrant"]
 
 
 @pytest.fixture(scope="module")
-def two(launch):
-    return launch(
-        "families_worker.py", 2, {name: {**DEFAULTS, **case} for name, case in TWO_RANKS.items()}, timeout=180
-    )
+def two(launch, selected):
+    cases = {name: {**DEFAULTS, **case} for name, case in selected(TWO_RANKS).items()}
+    return launch("families_worker.py", 2, cases, timeout=180)
 
 
 @pytest.fixture(scope="module")
-def four(launch):
-    return launch("families_worker.py", 4, {name: {**DEFAULTS, **case} for name, case in FOUR_RANKS.items()})
+def four(launch, selected):
+    cases = {name: {**DEFAULTS, **case} for name, case in selected(FOUR_RANKS).items()}
+    return launch("families_worker.py", 4, cases)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

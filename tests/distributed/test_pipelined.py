@@ -76,15 +76,27 @@ def cases(ranks):
     return made
 
 
+CASES = {ranks: {f"{ranks} ranks, {name}": case for name, case in cases(ranks).items()} for ranks in (2, 4)}
+# On two ranks `make test` has a case of each kind, on four all of one kernel and what the others have of their own.
+KEPT = ("written out", "kernel, lending, one", "gpt_oss, lending, skew", ", after=", "overlap 3", "backward twice")
+LESS = ("balanced", "one", "absent", "dropped", "never lending", "frozen x", "frozen w", "frozen down_proj")
+MORE = [name for name in CASES[2] if not any(part in name for part in KEPT)]
+MORE += [f"4 ranks, {kernel}, {less}" for kernel in ("kernel", "gpt_oss") for less in LESS]
+for mode in MODES[1:]:
+    MORE += [f"4 ranks, {mode}, after=False", *([f"4 ranks, {mode}, both graphs alive"] if "bare" in mode else [])]
+MORE += ["4 ranks, two expert groups, plain", "4 ranks, two expert groups, non-reentrant, lending"]
+MORE += [f"4 ranks, ranks share a batch, {mode}, [1, 0]" for mode in ("plain", "reentrant")]
+
+
 @pytest.fixture(scope="module")
-def found(launch):
+def found(launch, selected):
     """{ranks: what each rank found}: one launch for each number of ranks."""
-    return {ranks: launch("pipelined_worker.py", ranks, cases(ranks)) for ranks in (2, 4)}
+    return {ranks: launch("pipelined_worker.py", ranks, selected(CASES[ranks])) for ranks in (2, 4)}
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (2, 4) for name in cases(ranks)])
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks in (2, 4) for name in CASES[ranks]])
 def test_exact(found, ranks, name):
-    case = cases(ranks)[name]
+    case = CASES[ranks][name]
     for rank, results in enumerate(found[ranks]):
         result = results[name]
         assert max(result["errors"].values()) <= 1e-12, (rank, result["errors"])
@@ -99,9 +111,10 @@ def test_exact(found, ranks, name):
             assert max(result["waves"]) == 0
 
 
-def test_two_hundred_seeds_of_routing(launch):
+@pytest.mark.parametrize("seeds", [40, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_seeds_of_routing(launch, seeds):
     """Sizes, budgets, skew and tokens at random on 4 ranks: none hangs, and all are exact."""
-    found = launch("pipelined_worker.py", 4, {"seeds": dict(seeds=200)})
+    found = launch("pipelined_worker.py", 4, {"seeds": dict(seeds=seeds)})
     for rank in found:
         assert rank["seeds"]["worst"] <= 1e-12
-        assert rank["seeds"]["several waves"] > 50 and rank["seeds"]["lent"] > 20
+        assert rank["seeds"]["several waves"] > seeds / 4 and rank["seeds"]["lent"] > seeds / 10

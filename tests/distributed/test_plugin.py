@@ -22,10 +22,13 @@ FSDP2 = {
 }
 
 
+MORE = ["ddp, accelerator", "ddp, both", "ep, cpu", "patch alone"]  # each way of updating is there once
+
+
 @pytest.fixture(scope="module")
-def two(launch):
+def two(launch, selected):
     cases = {**CASES, **{name: {"kind": "fsdp2", **case} for name, case in FSDP2.items()}}
-    return launch("plugin_worker.py", 2, cases, timeout=280)
+    return launch("plugin_worker.py", 2, selected(cases), timeout=280)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["plugin"]])

@@ -1,9 +1,6 @@
 """A resumed run has the losses of one that was not stopped: their bits on the same ranks, or equal to rounding."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,17 +16,17 @@ MORE_ROUTES = {
 }
 
 
-def worker(folder, **cases):
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run = subprocess.run(
-        [sys.executable, str(HERE / "resume_worker.py"), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-6000:]
-    return json.loads((folder / "results.json").read_text())
+@pytest.fixture
+def worker(python, tmp_path):
+    """`worker(seconds, **cases)` -> what `resume_worker.py` found."""
+
+    def worker(seconds, **cases):
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        run = python(HERE / "resume_worker.py", tmp_path, timeout=seconds)
+        assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
+        return json.loads((tmp_path / "results.json").read_text())
+
+    return worker
 
 
 def check_trials(found):
@@ -62,27 +59,27 @@ def check_route(found, steps=(5, 6, 7), tolerance=1e-6):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_a_random_step(tmp_path):
-    check_trials(worker(tmp_path, trials=[0, 2, 4])["trials"])
+def test_killed_at_a_random_step(worker):
+    check_trials(worker(800, trials=[0, 2, 4])["trials"])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
-def test_killed_at_a_random_step_in_20_trials(tmp_path):
-    found = worker(tmp_path, trials=list(range(20)))["trials"]
+def test_killed_at_a_random_step_in_20_trials(worker):
+    found = worker(2800, trials=list(range(20)))["trials"]
     check_trials(found)
     assert sum(trial["killed"] != [0, 0] for trial in found["trials"]) >= 15
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_on_another_number_of_ranks(tmp_path):
-    for found in worker(tmp_path, other_ranks=ROUTES)["other_ranks"].values():
+def test_on_another_number_of_ranks(worker):
+    for found in worker(800, other_ranks=ROUTES)["other_ranks"].values():
         check_route(found)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-def test_on_more_numbers_of_ranks(tmp_path):
-    for name, found in worker(tmp_path, other_ranks=MORE_ROUTES)["other_ranks"].items():
+def test_on_more_numbers_of_ranks(worker):
+    for name, found in worker(1700, other_ranks=MORE_ROUTES)["other_ranks"].items():
         check_route(found, tolerance=1e-3 if name == "bfloat16" else 1e-6)

@@ -6,7 +6,7 @@ import torch
 from hf_longmoe.schedules.vocab.ring_plan import choose_travel, ring_bytes
 
 RANKS, HIDDEN, BUDGET = 4, 40, 2**18
-FEW, MANY, VOCAB = 240, 1920, 448
+FEW, MANY, VOCAB = 240, 960, 448
 DIRECTIONS = ("tokens", "weights")
 WAYS = {
     "plain": {},
@@ -45,23 +45,29 @@ SENT = {
 }
 
 
+# Of a frozen head hidden states alone get gradients: `make test` has that where tokens travel.
+LESS = ("frozen head, smoothing, weights", "frozen head, all of them, weights")
+MORE = [name for name in PEAKS if name.startswith(LESS)]
+THREE = [
+    [f"{way}, {travel}, T {tokens}, V {vocab}" for tokens, vocab in ((FEW, VOCAB), (MANY, VOCAB), (FEW, 2 * VOCAB))]
+    for way in WAYS
+    for travel in DIRECTIONS
+]
+
+
 @pytest.fixture(scope="module")
-def found(launch):
-    return launch("ring_bytes_worker.py", RANKS, {**PEAKS, **HALF, **SENT}, timeout=250)
+def found(launch, selected):
+    return launch("ring_bytes_worker.py", RANKS, selected({**PEAKS, **HALF, **SENT}), timeout=250)
 
 
 def worst(found, name, what):
     return max(rank[name][what] for rank in found)
 
 
-@pytest.mark.parametrize("travel", DIRECTIONS)
-@pytest.mark.parametrize("way", WAYS)
-def test_neither_tokens_nor_vocabulary_are_in_the_peak(found, way, travel):
+@pytest.mark.parametrize("names", THREE, ids=lambda names: names[0].partition(", T")[0])
+def test_neither_tokens_nor_vocabulary_are_in_the_peak(found, names):
     for what in ("beyond", "beside"):
-        few, many, wide = (
-            worst(found, f"{way}, {travel}, T {tokens}, V {vocab}", what)
-            for tokens, vocab in ((FEW, VOCAB), (MANY, VOCAB), (FEW, 2 * VOCAB))
-        )
+        few, many, wide = (worst(found, name, what) for name in names)
         assert many <= 1.02 * few + 16 * (MANY - FEW)
         assert wide <= 1.02 * few
         assert few > BUDGET / 4  # or there is nothing that could grow

@@ -24,6 +24,8 @@ TWO_RANKS = {
     "shift_labels": {"shifted": True},
     "z-loss": {"z_loss": 0.01},
     "granite: logits divided": {"family": "granitemoe", "config": {"logits_scaling": 4.0}},
+    "num_items_in_batch, shift_labels": {"items": 17, "shifted": True},
+    "granite: logits divided, z-loss": {"family": "granitemoe", "config": {"logits_scaling": 4.0}, "z_loss": 0.01},
     "head gathered with the norm": {"own group": False},
     "tied": {"tied": True, "own group": False},
     "tensor parallel": {"sharding": TP, "own group": False, "steps": 2},
@@ -46,9 +48,12 @@ REFUSED = {
 }
 
 
+MORE = ["num_items_in_batch", "shift_labels", "z-loss", "granite: logits divided"]  # in `make test` two at once
+
+
 @pytest.fixture(scope="module")
-def two(launch):
-    cases = {name: {**DEFAULTS, **case} for name, case in {**TWO_RANKS, **REFUSED}.items()}
+def two(launch, selected):
+    cases = {name: {**DEFAULTS, **case} for name, case in selected({**TWO_RANKS, **REFUSED}).items()}
     return launch("ring_head_worker.py", 2, cases, timeout=180)
 
 

@@ -59,15 +59,18 @@ REFUSED = {
 }
 
 
+MORE = ["olmoe", "glm4_moe", "a sliding window", "cp 4"]  # like "qwen3_moe", "deepseek_v3", and those packed too
+
+
 @pytest.fixture(scope="module")
-def two(launch):
+def two(launch, selected):
     loops = {f"loop, {kind}": {"loop": kind} for kind in LOOPS}
-    return launch("sequences_worker.py", 2, {**TWO, **loops}, timeout=200)
+    return launch("sequences_worker.py", 2, selected({**TWO, **loops}), timeout=200)
 
 
 @pytest.fixture(scope="module")
-def four(launch):
-    return launch("sequences_worker.py", 4, {**FOUR, "refused": {"refused": True, "cp": 2}}, timeout=200)
+def four(launch, selected):
+    return launch("sequences_worker.py", 4, selected({**FOUR, "refused": {"refused": True, "cp": 2}}), timeout=200)
 
 
 def exact(found, case):

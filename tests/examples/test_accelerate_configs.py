@@ -1,9 +1,7 @@
 """Every launch file is one that Accelerate reads, and it starts as many connected processes as it says."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,14 +16,14 @@ FOLDER = Path(__file__).parents[2] / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 
 SHOW = """
-import json, os, torch
+import json, torch
 from accelerate import PartialState
 state = PartialState(cpu=True)
 total = torch.ones(())
 if state.num_processes > 1:
     torch.distributed.all_reduce(total)
 found = {"processes": state.num_processes, "total": total.item(), "device": state.device.type}
-with open(os.path.join(os.environ["OUT"], f"{state.process_index}.json"), "w") as file:
+with open(f"{state.process_index}.json", "w") as file:
     json.dump(found, file)
 """
 
@@ -90,11 +88,10 @@ STARTED = [path for path in FILES if path.stem in ("cpu_1proc", "cpu_2proc_ep", 
 
 
 @pytest.mark.parametrize("path", STARTED, ids=lambda path: path.stem)
-def test_the_processes_find_each_other(path, tmp_path):
+def test_the_processes_find_each_other(python, path, tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", path, tmp_path / "show.py"]
-    environment = {**os.environ, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    command = ["-m", "accelerate.commands.launch", "--config_file", path, tmp_path / "show.py"]
+    done = python(*command, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
     size = load_config_from_file(str(path)).num_processes

@@ -1,10 +1,7 @@
 """examples/plan_then_train.py: what was predicted is what the run takes; and a budget that nothing can keep."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +9,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(ROOT / "examples" / "plan_then_train.py"), *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+@pytest.fixture
+def start(python):
+    return lambda *arguments: python(ROOT / "examples" / "plan_then_train.py", *arguments, timeout=250)
 
 
 @pytest.mark.slow
-def test_the_run_takes_what_was_predicted(tmp_path):
+def test_the_run_takes_what_was_predicted(start, tmp_path):
     done = start("--output_dir", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "What dies first is vocab" in done.stdout
@@ -34,7 +30,7 @@ def test_the_run_takes_what_was_predicted(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_what_cannot_fit_is_refused_before_there_is_a_model(tmp_path):
+def test_what_cannot_fit_is_refused_before_there_is_a_model(start, tmp_path):
     done = start("--output_dir", tmp_path, "--device_memory", "6MiB")
     assert done.returncode == 1 and not list(tmp_path.iterdir())
     assert re.search(r"does not fit.*: \w+ \(.*\) by .*; fits with --device-memory [\d.]+MiB\.$", done.stderr.strip())

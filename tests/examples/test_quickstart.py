@@ -3,9 +3,7 @@
 import dataclasses
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -58,25 +56,14 @@ def flags(arguments):
     return [str(part) for name, value in arguments.items() for part in (f"--{name}", value)]
 
 
-def start(launcher, arguments):
-    # From another folder: the example must find its helpers by itself.
-    command = [sys.executable, *launcher, ROOT / "examples" / "quickstart.py", *flags(arguments)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=arguments["output_dir"].parent,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        out, err = process.communicate(timeout=240)
-    except BaseException:  # also pytest's own time-out
-        process.terminate()  # on which the launcher ends its workers; killed, it would leave them running
-        process.communicate(timeout=30)
-        raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+@pytest.fixture
+def start(python):
+    def start(launcher, arguments):
+        # From another folder: the example must find its helpers by itself.
+        folder = arguments["output_dir"].parent
+        return python(*launcher, ROOT / "examples" / "quickstart.py", *flags(arguments), timeout=240, cwd=folder)
+
+    return start
 
 
 def call(module, monkeypatch, arguments):
@@ -104,7 +91,7 @@ TWO = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelera
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "ranks"), [(ONE, 1), (TWO, 2)], ids=["python", "accelerate launch"])
-def test_same_losses_and_lower_peaks(launcher, ranks, arguments):
+def test_same_losses_and_lower_peaks(start, launcher, ranks, arguments):
     done = start(launcher, arguments)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^ *(\d+) +(\d+\.\d{6}) +(\d+\.\d{6}) +(\d\.\de[-+]\d+)$", done.stdout, re.MULTILINE)
@@ -127,7 +114,7 @@ def test_same_losses_and_lower_peaks(launcher, ranks, arguments):
 
 
 @pytest.mark.slow
-def test_expert_parallel_has_the_losses_of_one_process_and_bounded_waves(arguments, quickstart):
+def test_expert_parallel_has_the_losses_of_one_process_and_bounded_waves(start, arguments, quickstart):
     config_file = str(ROOT / "accelerate_configs" / "cpu_2proc_ep.yaml")
     launcher = ("-m", "accelerate.commands.launch", "--config_file", config_file)
     done = start(launcher, {**arguments, "expert_parallel": True})
@@ -177,7 +164,7 @@ def test_expert_parallel_needs_several_processes(quickstart, arguments, monkeypa
 
 
 @pytest.mark.slow
-def test_two_processes_refuse_with_one_line_and_no_traceback_of_their_own(arguments):
+def test_two_processes_refuse_with_one_line_and_no_traceback_of_their_own(start, arguments):
     done = start(TWO, {**arguments, "vocab_budget": "1KiB"})
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

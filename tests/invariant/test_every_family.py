@@ -17,6 +17,7 @@ from hf_longmoe import patch_model, unpatch_model
 ROOT = Path(__file__).parents[2]
 TABLE = {line.split(" ")[1]: line for line in (ROOT / "docs/families.md").read_text().splitlines() if line[:2] == "| "}
 NOTHING_PATCHED = ("nllb_moe", "switch_transformers")
+SLOW = ("diffusion_gemma", "dots3_note")
 
 
 def test_the_table_has_every_family():
@@ -33,7 +34,13 @@ def test_the_table_has_every_family():
     assert by_interface | others == TABLE.keys() - {"family"}
 
 
-@pytest.mark.parametrize("family", [family for family in EVERY if family not in NOTHING_PATCHED])
+def parameters():
+    for family in EVERY:
+        if family not in NOTHING_PATCHED:
+            yield pytest.param(family, marks=[pytest.mark.exhaustive] if family in SLOW else [])
+
+
+@pytest.mark.parametrize("family", parameters())
 def test_exact(family):
     checked = check(family)
     assert checked.loss <= 1e-12

@@ -5,7 +5,7 @@ from hf_longmoe.schedules.vocab.ring import ring_cross_entropy
 from hf_longmoe.schedules.vocab.ring_plan import ring_beside_bytes, ring_bytes, ring_tile
 from hf_longmoe.schedules.vocab.rows import beside_bytes, tile_bytes, tile_rows
 from hf_longmoe.schedules.vocab.statistics import TokenStatistics
-from hf_longmoe.schedules.vocab.tiles import linear_cross_entropy, token_log_probs
+from hf_longmoe.schedules.vocab.tiles import linear_cross_entropy, token_log_probs, token_statistics
 
 __all__ = [
     "LogitTransform",
@@ -19,4 +19,5 @@ __all__ = [
     "tile_bytes",
     "tile_rows",
     "token_log_probs",
+    "token_statistics",
 ]

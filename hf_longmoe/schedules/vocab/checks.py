@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["check_num_items", "check_objective", "flatten_low_rank", "flatten_tokens"]
+__all__ = ["check_num_items", "check_objective", "check_vocab_size", "flatten_low_rank", "flatten_tokens"]
 
 
 def flatten_tokens(
@@ -56,3 +56,12 @@ def check_num_items(num_items: int | float | torch.Tensor | None) -> None:
             )
     elif num_items is not None and not 0 <= num_items < float("inf"):
         raise ValueError(f"num_items={num_items!r} must be a positive number: the tokens that the sum is divided by.")
+
+
+def check_vocab_size(vocab_size: int | None, weight: torch.Tensor) -> int:
+    """How many of the weight's entries, `[V, H]`, take part; all if not given."""
+    if vocab_size is None:
+        return weight.shape[0]
+    if not 0 < vocab_size <= weight.shape[0]:
+        raise ValueError(f"vocab_size={vocab_size} must be in [1, {weight.shape[0]}], the entries of the weight.")
+    return vocab_size

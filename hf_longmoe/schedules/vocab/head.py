@@ -46,6 +46,7 @@ class HeadGradients:
         needs: whether hidden, weight, bias and each of `low_rank` need a gradient.
         valid: the tokens that take part. With none, or with ignored ones, what no tile writes is zero.
         low_rank: ([T, r], [V, r]) of `Head`, or (`None`, `None`).
+        vocab_size: how many of the V entries the tiles have, the first ones; the others' gradients are zeros.
     """
 
     def __init__(
@@ -56,14 +57,16 @@ class HeadGradients:
         needs: tuple[bool, ...],
         valid: ValidTokens,
         low_rank: LowRank = (None, None),
+        vocab_size: int | None = None,
     ) -> None:
         wide = accumulation_dtype(weight.dtype)
+        cut = vocab_size is not None and vocab_size < weight.shape[0]
         self.valid = valid
         self.first = True
         zeros, empty = torch.zeros_like, torch.empty_like
         contiguous = torch.contiguous_format
         make_dh = empty if valid.index is None else zeros
-        make_dw = empty if valid.count else zeros
+        make_dw = empty if valid.count and not cut else zeros
         self.dh = make_dh(hidden, dtype=wide, memory_format=contiguous) if needs[0] else None
         self.dw = make_dw(weight, dtype=wide, memory_format=contiguous) if needs[1] else None
         self.db = zeros(bias, dtype=wide) if bias is not None and needs[2] else None
@@ -71,6 +74,19 @@ class HeadGradients:
             zeros(factor, dtype=wide, memory_format=contiguous) if factor is not None and need else None
             for factor, need in zip(low_rank, needs[3:] or (False, False), strict=True)
         )
+        self._whole: dict[str, torch.Tensor | None] = {}
+        for name in ("dw", "db", "dv") if cut else ():
+            self._whole[name] = whole = getattr(self, name)
+            setattr(self, name, None if whole is None else whole[:vocab_size])
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """ "dh", "dw", "db", "du" or "dv", of all V entries."""
+        return self._whole.get(name, getattr(self, name))
+
+    def drop(self, name: str) -> None:
+        """Hands it over."""
+        self._whole.pop(name, None)
+        setattr(self, name, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +151,21 @@ class Head:
             hidden = self.products.hidden(self.hidden[where].to(self.dtype))
             logits = self.buffer[: stop - start]
             kept = None if self.kept is None else self.kept[: stop - start]
-            self.products.logits(hidden, self.weight, logits)
-            if self.bias is not None:
-                logits.add_(self.bias)
-            if self.v is not None:
-                logits.addmm_(self.u[where], self.v.t())
+            self._project(where, hidden, logits)
             self.transform.forward_(logits, kept)
             yield where, logits, kept, hidden, self.valid.labels[where].long().unsqueeze(1)
+
+    def _project(self, where: slice | torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        self.products.logits(hidden, self.weight, logits)
+        if self.bias is not None:
+            logits.add_(self.bias)
+        if self.v is not None:
+            logits.addmm_(self.u[where], self.v.t())
+
+    def again(self, where: slice | torch.Tensor, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+        """Fills `kept`, which was put to another use, with what a soft cap's backward needs of the tile."""
+        self._project(where, hidden, kept)
+        kept.mul_(self.transform.scale / self.transform.softcap).tanh_()
 
     def backward(
         self,

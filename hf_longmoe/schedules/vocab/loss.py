@@ -19,6 +19,7 @@ class LossPlan(HeadPlan):
     num_items: float | torch.Tensor | None
     label_smoothing: float
     z_loss: float
+    vocab_size: int
 
 
 class Loss(torch.autograd.Function):
@@ -33,8 +34,12 @@ class Loss(torch.autograd.Function):
         # `needs_input_grad` does not know of no_grad.
         needs = tuple(grad_enabled and need for need in ctx.needs_input_grad[:5])
         with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(hidden, weight, bias, plan, low_rank=(u, v))
-            gradients = HeadGradients(hidden, weight, bias, needs, plan.valid, (u, v)) if any(needs) else None
+            gradients = None
+            if any(needs):
+                gradients = HeadGradients(hidden, weight, bias, needs, plan.valid, (u, v), plan.vocab_size)
+            n = plan.vocab_size
+            first_weight, first_bias, first_v = (None if part is None else part[:n] for part in (weight, bias, v))
+            head = Head(hidden, first_weight, first_bias, plan, low_rank=(u, first_v))
             statistics = None
             if collected is not None:
                 statistics = TokenStatistics.zeros(hidden.shape[0], head.wide, hidden.device)
@@ -63,12 +68,12 @@ class Loss(torch.autograd.Function):
             factor = upstream / (ctx.items * ctx.unit)
             results = []
             for name, dtype in zip(("dh", "dw", "db", "du", "dv"), ctx.dtypes, strict=True):
-                gradient = getattr(gradients, name)
+                gradient = gradients.whole(name)
                 if gradient is not None:
                     # In place, the buffer itself becomes the parameter's gradient: no second [V, H] tensor.
                     gradient = (gradient * factor if keep else gradient.mul_(factor)).to(dtype)
                     if not keep:
-                        setattr(gradients, name, None)
+                        gradients.drop(name)
                 results.append(gradient)
         return (*results, None, None, None)
 

@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_longmoe import DispatchConfig, LongMoEConfig, VocabConfig
+from hf_longmoe.integrations.transformers import counting
 
 
 @pytest.fixture
@@ -60,3 +61,12 @@ def formed(monkeypatch):
 
     monkeypatch.setattr(nn.functional, "linear", linear)
     return shapes
+
+
+@pytest.fixture(scope="module")
+def short_counts():
+    """A patched model is counted in fewer waves and tiles than usual. The stock model's lengths are the usual."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting, "_KEPT", (1024, 4096))
+        patch.setattr(counting, "_ROWS", 512)
+        yield

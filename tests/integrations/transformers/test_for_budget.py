@@ -1,5 +1,6 @@
 """Caps chosen for a budget: ten random draws, each held against what a step of the whole model takes with them."""
 
+import copy
 import random
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from hf_longmoe import Layout, LongMoEConfig
+from hf_longmoe.integrations.transformers import planning
 from hf_longmoe.integrations.transformers.fake_step import fake_moments, run_step
 from hf_longmoe.integrations.transformers.planning import DoesNotFit, Planner
 from hf_longmoe.planner.closed_forms import resident
@@ -57,9 +59,21 @@ def taken(moments, shape, layout, caps):
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def planner(request):
+def planner(request, short_counts):
     """What is counted once for a model serves all its draws."""
     return Planner(config_of(request.param), Layout(seq_len=2048))
+
+
+@pytest.fixture
+def counted(planner, monkeypatch):
+    """`for_budget` for the config of `planner`, by what that has counted, which serves any layout."""
+
+    def of(config, layout):
+        found = copy.copy(planner)
+        found.layout = layout
+        return found
+
+    monkeypatch.setattr(planning, "Planner", of)
 
 
 @pytest.mark.slow
@@ -95,12 +109,14 @@ def test_a_real_step_stays_within_the_budget_too(planner):
         assert 0 < taken(moments, planner.shape, layout, caps) <= limit, caps
 
 
-def test_a_model_that_fits_gets_no_caps():
+@pytest.mark.parametrize("planner", ["mixtral"], indirect=True)
+def test_a_model_that_fits_gets_no_caps(counted):
     caps = LongMoEConfig.for_budget(config_of("mixtral"), 2048, device_memory="80GiB")
     assert caps == LongMoEConfig(dispatch=None, vocab=None, boundaries=None, optimizer=None)
 
 
-def test_what_cannot_fit_says_what_would():
+@pytest.mark.parametrize("planner", ["mixtral"], indirect=True)
+def test_what_cannot_fit_says_what_would(counted):
     config = config_of("mixtral")
     with pytest.raises(
         DoesNotFit, match=r"does not fit.* by .* beyond .*; fits with .*--seq-len (\d+k?)\."

@@ -13,7 +13,7 @@ RANKS, LIMIT = 16, int(141e9 * 0.92)
 
 
 @pytest.fixture(scope="module")
-def planner():
+def planner(short_counts):
     config = AutoConfig.for_model(
         "qwen3_moe",
         hidden_size=7168,

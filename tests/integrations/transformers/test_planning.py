@@ -1,5 +1,6 @@
 """`config_of`, and `Planner` on tiny configs: against fake steps, by hand, and at the edges of a limit."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -8,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from hf_longmoe import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
-from hf_longmoe.integrations.transformers import counting, planned_config, planning
+from hf_longmoe.integrations.transformers import planned_config, planning
 from hf_longmoe.integrations.transformers.fake_step import two_depths
 from hf_longmoe.integrations.transformers.planned_config import config_of
 from hf_longmoe.integrations.transformers.planning import DoesNotFit, Planner, plan
@@ -34,13 +35,7 @@ CAPS = LongMoEConfig(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_counts():
-    """A patched model is counted in fewer waves and tiles than usual. The stock model's lengths are the usual."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counting, "_KEPT", (1024, 4096))
-        patch.setattr(counting, "_ROWS", 512)
-        yield
+pytestmark = pytest.mark.usefixtures("short_counts")
 
 
 @pytest.fixture(scope="module")
@@ -270,9 +265,10 @@ def test_the_hub_is_asked_for_the_config_alone(monkeypatch):
     assert asked == [("some/model", {"trust_remote_code": True})]
 
 
-def test_ranks_that_share_a_sequence_are_verified_too():
-    config = AutoConfig.for_model("mixtral", **SMALL)
-    found = Planner(config, Layout(seq_len=2 * LENGTH, world_size=2, cp_size=2)).verify(CAPS)
+def test_ranks_that_share_a_sequence_are_verified_too(planner):
+    shared = copy.copy(planner)  # what it has counted serves any layout
+    shared.layout = layout(seq_len=2 * LENGTH, world_size=2, cp_size=2)
+    found = shared.verify(CAPS)
     assert found.worst.difference < 0.01
 
 

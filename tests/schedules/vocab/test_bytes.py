@@ -11,6 +11,7 @@ from hf_longmoe.schedules.vocab import (
     linear_cross_entropy,
     tile_bytes,
     token_log_probs,
+    token_statistics,
 )
 
 H, V = 32, 4096
@@ -53,6 +54,12 @@ def beyond_gradients(tokens, budget, dtype=torch.float32, masked=False, call=lin
     return peak - gradients
 
 
+def log_probs_and_entropy(*operands, **options):
+    """With the entropy in the backward, which keeps logits."""
+    values = token_statistics(*operands, **options)
+    return values.log_probs + values.entropy
+
+
 def test_at_most_3_percent_of_the_stock_peak():
     tokens = 2048
     hidden, weight, labels = make(tokens)
@@ -72,16 +79,21 @@ def test_at_most_3_percent_of_the_stock_peak():
         {"transform": LogitTransform(0.5, 10.0)},
         {"label_smoothing": 0.1, "z_loss": 1e-3},
         {"call": token_log_probs},
+        {"call": log_probs_and_entropy},
     ],
-    ids=["plain", "softcap", "smoothing", "log_probs"],
+    ids=["plain", "softcap", "smoothing", "log_probs", "entropy"],
 )
 def test_within_the_budget_and_the_same_for_four_times_the_tokens(options, dtype, masked):
     budget = 1 << 20
     few, many = (beyond_gradients(tokens, budget, dtype, masked, **options) for tokens in (512, 2048))
+    # Twice: an entropy, its sum with the log-probabilities, and the gradient that both get of it.
+    statistics = STATISTICS * (2 if options.get("call") is log_probs_and_entropy else 1)
+    if dtype == torch.float64 and statistics > STATISTICS:
+        statistics *= 2
     for tokens, peak in ((512, few), (2048, many)):
-        assert peak <= budget + STATISTICS * tokens
+        assert peak <= budget + statistics * tokens
     assert budget / 2 < few
-    assert many <= 1.02 * few + STATISTICS * (2048 - 512)
+    assert many <= 1.02 * few + statistics * (2048 - 512)
 
 
 def test_budget_decides():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_longmoe.schedules.vocab import LogitTransform, linear_cross_entropy
+from hf_longmoe.schedules.vocab import LogitTransform, linear_cross_entropy, token_statistics
 
 T, H, V, R = 50, 16, 101, 3
 
@@ -30,6 +30,24 @@ def test_exact(softcap, frozen):
     assert abs(loss - want) < 1e-13
     got = torch.autograd.grad(loss, leaves, torch.tensor(3.0, dtype=torch.float64))
     for a, b in zip(got, torch.autograd.grad(3 * want, leaves), strict=True):
+        assert b.abs().max() > 0 and (a - b).abs().max() <= 1e-12 * b.abs().max()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_token_statistics(softcap):
+    torch.manual_seed(0)
+    leaves = hidden, weight, u, v = draw(T, H), draw(V, H), draw(T, R), draw(V, R)
+    labels, transform = torch.randint(0, V, (T,)), LogitTransform(0.5, softcap)
+    got = token_statistics(hidden, weight, labels, budget="64KiB", low_rank=(u, v), transform=transform)
+    logits = 0.5 * (hidden @ weight.T + u @ v.T)
+    log_p = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).log_softmax(-1)
+    want = log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+    factors = torch.randn(2, T, dtype=torch.float64)
+    losses = []
+    for values in (got.log_probs, got.entropy), want:
+        losses.append(sum((factor * value).sum() for factor, value in zip(factors, values, strict=True)))
+    assert abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[1])
+    for a, b in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         assert b.abs().max() > 0 and (a - b).abs().max() <= 1e-12 * b.abs().max()
 
 

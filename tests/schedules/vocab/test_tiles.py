@@ -228,3 +228,26 @@ def test_a_compiled_caller_has_one_graph_break():
         ours = torch.autograd.grad(compiled(hidden, weight, labels), (hidden, weight))
         assert torch.equal(ours[0], eager[0]) and torch.equal(ours[1], eager[1])
     assert len(graphs) == 2
+
+
+def test_a_padded_vocabulary_has_no_part():
+    torch.manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(*size, dtype=torch.double).requires_grad_() for size in ((30, 8), (50, 8), (50,))
+    )
+    u, v = (torch.randn(*size, dtype=torch.double).requires_grad_() for size in ((30, 2), (50, 2)))
+    labels, leaves = torch.randint(0, 44, (30,)), (hidden, weight, bias, u, v)
+    with torch.no_grad():
+        weight[44:] = 1e3  # would be all of the log-sum-exp
+    options = dict(bias=bias, low_rank=(u, v), label_smoothing=0.1, budget="16KiB")
+    loss = linear_cross_entropy(hidden, weight, labels, vocab_size=44, **options)
+    logits = torch.nn.functional.linear(hidden, weight, bias) + u @ v.T
+    want = torch.nn.functional.cross_entropy(logits[:, :44], labels, label_smoothing=0.1)
+    assert abs(loss - want) < 1e-12
+    for got, wanted in zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(want, leaves), strict=True):
+        assert (got - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    with pytest.raises(ValueError, match="labels contain 44"):
+        linear_cross_entropy(hidden, weight, labels + 1 + (43 - labels.max()), vocab_size=44, **options)
+    for wrong in (0, 51):
+        with pytest.raises(ValueError, match=rf"vocab_size={wrong} must be in \[1, 50\]"):
+            linear_cross_entropy(hidden, weight, labels, vocab_size=wrong, **options)
