@@ -210,8 +210,8 @@ def table() -> Iterator[str]:
     yield "- experts: waves whose backward is written out, or in which the model's own kernel runs"
     yield "- shared, dense: which of its shared experts and dense MLPs run in token tiles"
     yield (
-        "- EP plan: whether Transformers divides its experts over ranks, which PipelinedLLEP then serves: a step on two"
-        " ranks through FSDP2 is that of one process, in float32 (`tests/distributed/test_every_family_ep.py`)"
+        "- EP plan: whether Transformers divides its experts over ranks, which PipelinedLLEP then serves: a step on"
+        " two ranks through FSDP2 is that of one process, in float32 (`tests/distributed/test_every_family_ep.py`)"
     )
     yield ""
     yield f"| {' | '.join(_COLUMNS)} |"

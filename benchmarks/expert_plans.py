@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["LOADING", "Loading", "experts_in_plan", "load", "plan_cell", "save"]
+__all__ = ["LEFT_OUT", "LOADING", "Loading", "experts_in_plan", "load", "plan_cell", "save"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,15 @@ LOADING: dict[str, Loading] = {
     **dict.fromkeys(("ernie4_5_vl_moe", "inkling2", "inkling2_loop"), _REFUSED),
     "lara_mini": Loading(_CONVERTS + "raises", "issues during automatic conversion", layout="model"),
     "qwen3_vl_moe": Loading(
-        "yes, in the layout of its first checkpoints: of a model saved again, Transformers transposes the parts of each"
-        " rank, and raises",
+        "yes, in the layout of its first checkpoints: of a model saved again, Transformers transposes the parts of"
+        " each rank, and raises",
         "ignore_mismatched_sizes",
         layout="transposed",
     ),
     **dict.fromkeys(("diffusion_gemma", "gemma4"), _RULES),
+}
+LEFT_OUT: dict[str, str] = {
+    "diffusion_gemma": "no: its encoder and decoder share weights, with which Transformers crashes under FSDP2 alone",
 }
 
 
@@ -62,6 +65,8 @@ def plan_cell(family: str, config: PreTrainedConfig) -> str:
     """For the table."""
     if not experts_in_plan(config):
         return "–"
+    if family in LEFT_OUT:
+        return LEFT_OUT[family]
     return LOADING[family].needs if family in LOADING else "yes"
 
 
