@@ -8,6 +8,8 @@ Fine-tuning on very long documents: all four schedules, with sequence, model and
 
 The first is a dry run on any machine: a small Mixtral made from its config, on the Python standard library's sources.
 The launch file says how many processes share a sequence. Caps come from the plan (`--device_memory`) or are given.
+Text is streamed from files here or from the Hub and packed to `--seq_len`, each document by itself; `--resume` goes on
+from the last checkpoint, and from its place in the text.
 
 What makes a script of the stock Trainer this one is four lines more, and two others:
 
@@ -30,9 +32,9 @@ from dataclasses import dataclass, field
 
 import torch
 from accelerate import ParallelismConfig
-from datasets import Dataset
+from packing import PackedStream, StreamPosition, pack
 from quickstart import one_line_errors
-from text import check_vocabulary, pack, read_documents, train_tokenizer
+from text import check_vocabulary, read_documents, train_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -85,7 +87,7 @@ class LongContextArguments:
     )
     resume: bool = field(default=False, metadata={"help": "Go on from the last checkpoint in output_dir."})
     output_dir: str = field(default="runs/long_context", metadata={"help": "A folder that all processes see."})
-    seed: int = field(default=0, metadata={"help": "Of the default model's weights and of the order of the data."})
+    seed: int = field(default=0, metadata={"help": "Of the default model's weights."})
     use_cpu: bool = field(default=False, metadata={"help": "Leave accelerators alone; implied if there are too few."})
 
 
@@ -98,7 +100,8 @@ def main() -> None:
     if config.dispatch is not None or config.vocab is not None:
         patch_model(model, config)
     peaks = ComponentPeakCallback(output_dir=arguments.output_dir, plan=planned)
-    trainer = LongMoETrainer(model=model, args=training, train_dataset=dataset, callbacks=[peaks])
+    position = StreamPosition(dataset, blocks_per_step=training.world_size // sharing())
+    trainer = LongMoETrainer(model=model, args=training, train_dataset=dataset, callbacks=[peaks, position])
     with LongMoEPlugin(config).install(trainer.accelerator) as plugin:
         trainer.train(resume_from_checkpoint=arguments.resume)
         if training.process_index == 0:
@@ -139,7 +142,7 @@ def sharing() -> int:
 
 def prepare(
     arguments: LongContextArguments, training: TrainingArguments
-) -> tuple[LongMoEConfig, Plan | None, Dataset]:
+) -> tuple[LongMoEConfig, Plan | None, PackedStream]:
     """All that can be refused is refused here, the cheapest first."""
     if training.world_size < 2:
         raise ValueError("Only one process; launch with a file of accelerate_configs, such as cpu_2proc_cp.yaml.")
@@ -161,9 +164,7 @@ def prepare(
         AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, arguments.dtype)).save_pretrained(built_in)
     tokenizer = load_tokenizer(arguments)
     check_vocabulary(tokenizer, model_config.get_text_config().vocab_size)
-    groups = training.world_size // sharing()
-    blocks = pack(read_documents(*source), tokenizer, seq_len, arguments.steps, groups)
-    return config, planned, mark_documents(blocks, tokenizer.eos_token_id)
+    return config, planned, pack(read_documents(*source), tokenizer, seq_len)
 
 
 def folder_of(arguments: LongContextArguments) -> str:
@@ -204,26 +205,6 @@ def choose_caps(
     if training.process_index == 0:
         print_plan(planned, device_memory=arguments.device_memory)
     return planned.config, planned
-
-
-def mark_documents(blocks: Dataset, eos: int | None) -> Dataset:
-    """
-    Each document of a block by itself: `position_ids` restart at it, so that no token attends to another document, and
-    its first token is no other's label.
-
-    Arguments:
-        blocks: `input_ids` and `labels`, each `[blocks, S]`; documents end with `eos`.
-    """
-
-    def mark(block: dict[str, list[int]]) -> dict[str, list[int]]:
-        ids = torch.tensor(block["input_ids"])
-        place, first = torch.arange(len(ids)), torch.zeros(len(ids), dtype=torch.bool)
-        if eos is not None:
-            first[1:] = ids[:-1] == eos
-        since = torch.where(first, place, 0).cummax(0).values
-        return {"position_ids": (place - since).tolist(), "labels": torch.where(first, -100, ids).tolist()}
-
-    return blocks.map(mark)
 
 
 def load(arguments: LongContextArguments, training: TrainingArguments, config: LongMoEConfig) -> PreTrainedModel:

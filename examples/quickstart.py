@@ -29,8 +29,8 @@ from typing import TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
-from text import check_vocabulary, pack, read_documents, train_tokenizer
+from packing import PackedStream, pack
+from text import check_vocabulary, read_documents, train_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -80,7 +80,7 @@ class QuickstartArguments:
     steps: int = field(default=3, metadata={"help": "Optimizer steps of each run, one sequence a process each."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Constant; AdamW."})
     output_dir: str = field(default="runs/quickstart", metadata={"help": "Tokenizer, peaks.json, peaks.png."})
-    seed: int = field(default=0, metadata={"help": "Of the weights and of the order of the data."})
+    seed: int = field(default=0, metadata={"help": "Of the weights."})
     expert_parallel: bool = field(default=False, metadata={"help": "Divide the experts over the processes (FSDP2)."})
     offload: bool = field(default=False, metadata={"help": "Boundaries and optimizer state in host memory."})
     use_cpu: bool = field(default=False, metadata={"help": "Leave accelerators alone; implied if there are too few."})
@@ -155,7 +155,7 @@ def one_line_errors(training: TrainingArguments, setup: Callable[[], Result]) ->
     return result
 
 
-def prepare(arguments: QuickstartArguments, training: TrainingArguments) -> tuple[LongMoEConfig, Dataset]:
+def prepare(arguments: QuickstartArguments, training: TrainingArguments) -> tuple[LongMoEConfig, PackedStream]:
     """All that can be refused is refused here, the cheapest first."""
     if arguments.expert_parallel and training.world_size < 2:
         raise ValueError(
@@ -174,8 +174,7 @@ def prepare(arguments: QuickstartArguments, training: TrainingArguments) -> tupl
         train_tokenizer(read_documents(*source), vocab_size).save_pretrained(tokenizer_path)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     check_vocabulary(tokenizer, vocab_size)
-    batch_size = training.train_batch_size * training.world_size
-    dataset = pack(read_documents(*source), tokenizer, arguments.seq_len, arguments.steps, batch_size)
+    dataset = pack(read_documents(*source), tokenizer, arguments.seq_len)
     model = patch_model(build_model(arguments), longmoe_config)  # to check the budgets; the runs build their own
     if arguments.expert_parallel and arguments.model_name_or_path is None and training.process_index == 0:
         unpatch_model(model).save_pretrained(built_in_folder(arguments))  # a model is sharded when it is loaded
@@ -231,7 +230,7 @@ def load(arguments: QuickstartArguments, training: TrainingArguments, ep_impleme
 def train(
     model: PreTrainedModel,
     training: TrainingArguments,
-    dataset: Dataset,
+    dataset: PackedStream,
     name: str,
     plugin: LongMoEPlugin | None = None,
 ) -> tuple[list[float], PeakReport]:

@@ -1,26 +1,23 @@
 """
-Text to packed blocks of tokens: what the examples train on. Knows nothing of models, nor of hf_longmoe.
-
-documents (strings, read lazily) -> tokenizer -> one stream, documents joined with EOS -> blocks of `seq_len` tokens.
+Documents, streamed with `datasets` from files here or from the Hub, and a tokenizer: what the examples train on.
+Knows nothing of hf_longmoe.
 """
 
 from __future__ import annotations
 
-import json
+import glob
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, Value, concatenate_datasets, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 __all__ = [
     "EXTENSIONS",
     "check_vocabulary",
-    "pack",
     "read_dataset",
     "read_documents",
     "read_files",
@@ -31,13 +28,11 @@ __all__ = [
 
 EXTENSIONS = (".jsonl", ".md", ".py", ".rst", ".txt")
 EOS = "</s>"
-# A long document is encoded piece by piece, so that a block of 4,096 tokens does not cost a gigabyte of text.
-PIECE = 1 << 20
 
 
 def read_documents(
     dataset: str | None = None, config_name: str | None = None, text_column: str | None = None
-) -> Iterator[str]:
+) -> IterableDataset:
     """
     Documents, in the same order each time, read as they are asked for.
 
@@ -47,6 +42,9 @@ def read_documents(
         config_name (`str`, *optional*): the dataset's configuration, as `load_dataset` takes it.
         text_column (`str`, *optional*): the column (of a dataset) or the key (of .jsonl lines) that holds the text.
 
+    Returns:
+        `datasets.IterableDataset` with one column, `text`.
+
     Raises:
         `ValueError`: nothing there, or nothing of text in it. Raised here, not at the first document.
     """
@@ -54,7 +52,7 @@ def read_documents(
         return read_files(standard_library())
     path = Path(dataset).expanduser()
     if path.exists():
-        return read_files(text_files(path), text_column or "text")
+        return read_files(text_files(path), text_column)
     if path.is_absolute() or dataset.startswith((".", "~")) or dataset.endswith("/") or len(path.parts) > 2:
         raise ValueError(f"dataset={dataset!r}: there is no such folder; give a folder of text or a `datasets` name.")
     try:
@@ -96,37 +94,39 @@ def _files(root: Path, extensions: tuple[str, ...], skip: Callable[[str], bool])
     return sorted(found)
 
 
-def read_files(paths: Iterable[Path], text_key: str = "text") -> Iterator[str]:
-    """One document per file; of a .jsonl file one per line, from its `text_key`."""
-    for path in paths:
-        if path.suffix.lower() != ".jsonl":
-            yield path.read_text(encoding="utf-8", errors="replace")
-            continue
-        with open(path, encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _text_of(line, text_key, f"{path}, line {number}")
+def read_files(paths: Iterable[Path], text_column: str | None = None) -> IterableDataset:
+    """One document per file, then one per line of the .jsonl files, from their `text_column`; by `load_dataset`."""
+    named = [(path.suffix.lower() == ".jsonl", glob.escape(str(path))) for path in paths]
+    whole, lines = ([name for is_lines, name in named if is_lines is kind] for kind in (False, True))
+    streams, options = [], {"split": "train", "streaming": True}
+    if whole:
+        stream = load_dataset("text", data_files=whole, sample_by="document", encoding_errors="replace", **options)
+        streams.append(read_dataset(stream))
+    if lines:
+        try:
+            streams.append(read_dataset(load_dataset("json", data_files=lines, **options), text_column))
+        except ValueError as error:  # pyarrow's are such, of several lines; datasets has logged which file it was
+            where = lines[0] if len(lines) == 1 else f"{lines[0]} and others"
+            raise ValueError(
+                f'{where}: no lines of {{"text": "..."}}, or of the key that --text_column names:'
+                f" {' '.join(str(error).split())}"
+            ) from error
+    return concatenate_datasets(streams)
 
 
-def _text_of(line: str, text_key: str, where: str) -> str:
-    try:
-        text = json.loads(line)[text_key]
-    except (json.JSONDecodeError, KeyError, TypeError, IndexError):
-        text = None
-    if not isinstance(text, str):
-        raise ValueError(f'{where}: not an object with a string under {text_key!r}; write {{"{text_key}": "..."}}.')
-    return text
-
-
-def read_dataset(dataset: Dataset | IterableDataset, text_column: str | None = None) -> Iterator[str]:
+def read_dataset(dataset: Dataset | IterableDataset, text_column: str | None = None) -> IterableDataset:
     """
-    One document per row.
+    One document per row; rows without text are left out.
 
     Raises:
         `ValueError`: no `text_column`; or none given, none named "text", and not exactly one of strings.
     """
-    # From a row and not from `features`, which a stream often lacks.
-    strings = [name for name, value in next(iter(dataset), {}).items() if isinstance(value, str)]
+    stream = dataset.to_iterable_dataset() if isinstance(dataset, Dataset) else dataset
+    if stream.features is None:  # of many streams, until a row is read
+        strings = [name for name, value in next(iter(stream), {}).items() if isinstance(value, str)]
+    else:
+        texts = (Value("string"), Value("large_string"))
+        strings = [name for name, kind in stream.features.items() if kind in texts]
     if text_column is None and "text" in strings:
         text_column = "text"
     elif text_column is None and len(strings) == 1:
@@ -136,17 +136,24 @@ def read_dataset(dataset: Dataset | IterableDataset, text_column: str | None = N
             f"text_column={text_column!r} does not say which column holds the text; "
             f"columns of text: {', '.join(strings) or 'none'}."
         )
-    return (row[text_column] for row in dataset if row[text_column])
+    stream = stream.select_columns(text_column)
+    if text_column != "text":
+        stream = stream.rename_column(text_column, "text")
+    return stream.filter(_has_text)
+
+
+def _has_text(row: dict[str, str | None]) -> bool:
+    return bool(row["text"])
 
 
 def train_tokenizer(
-    documents: Iterable[str], vocab_size: int = 32_000, max_bytes: int = 5_000_000
+    documents: Iterable[dict[str, str]], vocab_size: int = 32_000, max_bytes: int = 5_000_000
 ) -> PreTrainedTokenizerFast:
     """
     A byte-level BPE tokenizer with an EOS token. Takes seconds.
 
     Arguments:
-        documents (`Iterable[str]`): read until `max_bytes` of UTF-8; the last one is cut.
+        documents (`Iterable[dict[str, str]]`): rows with `text`, read until `max_bytes` of UTF-8; the last is cut.
         vocab_size (`int`, defaults to 32,000): the most tokens; little text gives fewer.
         max_bytes (`int`, defaults to 5,000,000): what is trained on, at most.
     """
@@ -161,9 +168,9 @@ def train_tokenizer(
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
 
 
-def _first_bytes(documents: Iterable[str], max_bytes: int) -> Iterator[str]:
+def _first_bytes(documents: Iterable[dict[str, str]], max_bytes: int) -> Iterator[str]:
     for document in documents:
-        data = document.encode("utf-8", errors="replace")[:max_bytes]
+        data = document["text"].encode("utf-8", errors="replace")[:max_bytes]
         yield data.decode("utf-8", errors="ignore")
         max_bytes -= len(data)
         if max_bytes <= 0:
@@ -182,48 +189,3 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
             f"The tokenizer has {len(tokenizer):,} tokens but the model's vocabulary holds {vocab_size:,}; "
             "use the model's own tokenizer, or call model.resize_token_embeddings first."
         )
-
-
-def pack(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, seq_len: int, steps: int, batch_size: int
-) -> Dataset:
-    """
-    The first `steps * batch_size` blocks of the stream of tokens; no more text than they need is read or encoded.
-
-    Arguments:
-        documents (`Iterable[str]`): joined with the tokenizer's EOS, and cut wherever a block ends.
-        tokenizer (`PreTrainedTokenizerBase`): encodes without adding special tokens.
-        seq_len (`int`): tokens in a block.
-        steps (`int`): optimizer steps.
-        batch_size (`int`): blocks in one step, over all processes.
-
-    Returns:
-        `datasets.Dataset` with `input_ids` and `labels`, each `[steps * batch_size, seq_len]` and equal: a causal LM
-        shifts its labels itself.
-
-    Raises:
-        `ValueError`: too little text; says how many tokens there are, and what would work.
-    """
-    needed = steps * batch_size * seq_len
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    tokens: list[int] = []
-    for piece in chain.from_iterable((*_pieces(document), None) for document in documents):
-        if piece is None:
-            tokens += end
-        else:
-            tokens += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(tokens) >= needed:
-            break
-    if len(tokens) < needed:
-        fits = {"--steps": len(tokens) // (batch_size * seq_len), "--seq_len": len(tokens) // (steps * batch_size)}
-        words = " or ".join(f"{flag} {number}" for flag, number in fits.items() if number)
-        raise ValueError(
-            f"{len(tokens):,} tokens of text, but {steps} steps x {batch_size} sequences x {seq_len:,} tokens "
-            f"need {needed:,}; {f'{words} would fit' if words else 'add text'}."
-        )
-    blocks = [tokens[start : start + seq_len] for start in range(0, needed, seq_len)]
-    return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
-
-
-def _pieces(document: str) -> Iterator[str]:
-    return (document[start : start + PIECE] for start in range(0, len(document), PIECE))

@@ -81,5 +81,5 @@ def plot_plan(path: str | os.PathLike, plan: Plan) -> None:
     axes.set_ylabel("GiB on each rank")
     axes.set_title(f"{plan.shape.model_type}, {plan.layout.world_size} ranks: unbounded dashed, scheduled solid")
     axes.grid(alpha=0.25)
-    axes.legend(loc="upper left", frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(axes.get_legend_handles_labels()[1]), frameon=False)
     figure.savefig(path, dpi=150)

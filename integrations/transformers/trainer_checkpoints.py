@@ -39,6 +39,11 @@ class TrainerCheckpoints:
     safetensors, into a hidden folder beside that is renamed when all is on the disk: a checkpoint is whole or is not
     there. `AutoModelForCausalLM.from_pretrained` reads its weights as they are; `save_model` writes a plain folder.
 
+    A map-style dataset goes on at its place. An iterable one is read from its start again, and what was trained on is
+    thrown away: exact if it gives the same samples again and does not end within the run, so `.repeat(None)` a stream.
+    `ignore_data_skip=True` starts it anew, or where its own `load_state_dict` has put it. A `datasets` stream of
+    which each rank reads shards of its own (`dispatch_batches=False`) gives other samples on other numbers of ranks.
+
     A save that fails on one rank raises a `CheckpointError` on all, which ends the training as in a stock Trainer;
     earlier checkpoints stay. Any other error of one rank ends all with its message, see `end_together`.
     `enable_jit_checkpoint=True`: on SIGTERM the step is finished and saved, and `train` ends by `SystemExit(143)`.

@@ -77,7 +77,7 @@ def call(module, monkeypatch, arguments):
 @pytest.fixture
 def quickstart(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    names = ("quickstart", "text")
+    names = ("quickstart", "packing", "text")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("quickstart")
@@ -140,7 +140,7 @@ def test_expert_parallel_has_the_losses_of_one_process_and_bounded_waves(start, 
     tokenizer = quickstart.AutoTokenizer.from_pretrained(one.model_name_or_path)
     texts = quickstart.read_documents(one.dataset, None, None)
     losses, _ = quickstart.train(
-        quickstart.build_model(one), training, quickstart.pack(texts, tokenizer, SEQ_LEN, STEPS, 2), "one"
+        quickstart.build_model(one), training, quickstart.pack(texts, tokenizer, SEQ_LEN), "one"
     )
     rows = re.findall(r"^ *\d+ +\d+\.\d{6} +(\d+\.\d{6}) ", done.stdout, re.MULTILINE)
     assert len(losses) == len(rows) == STEPS
@@ -185,6 +185,7 @@ def test_default_model_is_a_mixtral_of_30_million_parameters(quickstart):
 def bad(tmp_path, tiny, data):
     """Arguments that cannot work, by the words that the error must hold."""
     (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.jsonl").write_text("not json")
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "no_such_model"}')
     (tmp_path / "small").mkdir()
@@ -199,7 +200,7 @@ def bad(tmp_path, tiny, data):
         "vocab": ({"vocab_budget": "64"}, "vocab.budget"),
         "no text": ({"dataset": tmp_path / "empty"}, "holds no text; looked for"),
         "no folder": ({"dataset": tmp_path / "nowhere"}, "there is no such folder"),
-        "little text": ({"steps": 10_000}, "tokens of text, but 10000 steps"),
+        "bad lines": ({"dataset": tmp_path / "bad.jsonl"}, "bad.jsonl: no lines of"),
         "unknown model": ({"model_name_or_path": tmp_path / "unknown"}, "no_such_model"),
         "no model": ({"model_name_or_path": tmp_path / "empty"}, "config.json"),
         "vocabulary": ({"model_name_or_path": tmp_path / "small"}, "300 tokens but the model's vocabulary holds 299"),
@@ -208,7 +209,7 @@ def bad(tmp_path, tiny, data):
 
 @pytest.mark.parametrize(
     "case",
-    "steps,size,dispatch,vocab,no text,no folder,little text,unknown model,no model,vocabulary".split(","),
+    "steps,size,dispatch,vocab,no text,no folder,bad lines,unknown model,no model,vocabulary".split(","),
 )
 def test_bad_input_is_one_line_and_exit_code_2_before_any_training(
     case, bad, quickstart, arguments, monkeypatch, capsys

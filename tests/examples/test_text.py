@@ -1,4 +1,4 @@
-"""examples/text.py: documents, tokenizer and blocks are right; bad input is a one-line error that says what works."""
+"""examples/text.py: documents and tokenizer are right; bad input is a one-line error that says what works."""
 
 import importlib.util
 import json
@@ -19,6 +19,10 @@ def tokenizer():
     return text.train_tokenizer(islice(text.read_documents(), 20), vocab_size=400, max_bytes=50_000)
 
 
+def texts(documents):
+    return [row["text"] for row in documents]
+
+
 def one_line_error(call, *parts):
     with pytest.raises(ValueError) as caught:
         call()
@@ -32,7 +36,7 @@ def test_standard_library_is_the_default_and_leaves_tests_and_packages_out():
     paths = text.standard_library()
     assert paths == sorted(paths) and Path(json.__file__) in paths
     assert not {"test", "tests", "site-packages"} & {part for path in paths for part in path.parts}
-    assert next(text.read_documents()) == paths[0].read_text(encoding="utf-8")
+    assert next(iter(text.read_documents()))["text"] == paths[0].read_text(encoding="utf-8")
 
 
 def test_standard_library_without_sources(monkeypatch, tmp_path):
@@ -49,16 +53,24 @@ def test_folder_is_read_in_order_and_by_extension(tmp_path):
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "note.txt").write_text("hidden")
-    assert list(text.read_documents(str(tmp_path))) == ["first", "second", "third", "fourth"]
-    assert list(text.read_documents(str(tmp_path / "b.txt"))) == ["second"]
-    (tmp_path / "c.jsonl").write_text('{"body": "third"}')
-    assert list(text.read_documents(str(tmp_path / "c.jsonl"), text_column="body")) == ["third"]
+    (tmp_path / "a" / "z[1]*.rst").write_bytes(b"named \xff oddly")
+    found = text.read_documents(str(tmp_path))
+    assert isinstance(found, IterableDataset) and texts(found) == [
+        "first",
+        "named \ufffd oddly",
+        "second",
+        "third",
+        "fourth",
+    ]
+    assert texts(text.read_documents(str(tmp_path / "b.txt"))) == ["second"]
+    (tmp_path / "c.jsonl").write_text('{"body": "third", "id": "3"}\n{"body": "", "id": "4"}')
+    assert texts(text.read_documents(str(tmp_path / "c.jsonl"), text_column="body")) == ["third"]
 
 
-@pytest.mark.parametrize("line", ['{"body": "no text"}', '{"text": 3}', "[]", "3", "not json"])
-def test_jsonl_without_text_names_the_line(tmp_path, line):
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line)
-    one_line_error(lambda: list(text.read_documents(str(tmp_path))), "a.jsonl, line 2", "'text'")
+@pytest.mark.parametrize("line", ['{"body": 1}', '{"text": 3}', "[]", "3", "not json"])
+def test_jsonl_without_text_names_the_file_and_the_column(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text(line)
+    one_line_error(lambda: text.read_documents(str(tmp_path)), "a.jsonl", "text", "--text_column")
 
 
 def test_folder_with_no_text_says_what_was_looked_for(tmp_path):
@@ -87,16 +99,16 @@ def test_datasets_name_is_streamed_with_its_configuration(monkeypatch):
         return Dataset.from_dict({"title": ["x"], "text": ["a document"]})
 
     monkeypatch.setattr(text, "load_dataset", load)
-    assert list(text.read_documents("wikitext", "small")) == ["a document"]
+    assert texts(text.read_documents("wikitext", "small")) == ["a document"]
 
 
 def test_text_column_is_found_or_asked_for():
     rows = {"id": [1, 2, 3], "body": ["one", "", "two"]}
-    assert list(text.read_dataset(Dataset.from_dict(rows))) == ["one", "two"]
+    assert texts(text.read_dataset(Dataset.from_dict(rows))) == ["one", "two"]
     stream = IterableDataset.from_generator(lambda: iter([{"id": 1, "body": "one"}]))
-    assert list(text.read_dataset(stream)) == ["one"]
+    assert stream.features is None and texts(text.read_dataset(stream)) == ["one"]
     both = Dataset.from_dict({**rows, "title": ["a", "b", "c"]})
-    assert list(text.read_dataset(both, "title")) == ["a", "b", "c"]
+    assert texts(text.read_dataset(both, "title")) == ["a", "b", "c"]
     one_line_error(lambda: text.read_dataset(both), "text_column=None", "body, title")
     one_line_error(lambda: text.read_dataset(both, "content"), "text_column='content'", "body, title")
     one_line_error(lambda: text.read_dataset(Dataset.from_dict({"id": [1]})), "none")
@@ -118,50 +130,10 @@ def test_tokenizer_reads_no_more_than_max_bytes():
     def documents():
         for _ in range(10):
             read.append(1)
-            yield "é" * 300  # 600 bytes
+            yield {"text": "é" * 300}  # 600 bytes
 
     text.train_tokenizer(documents(), vocab_size=300, max_bytes=1001)
     assert len(read) == 2
-
-
-def test_blocks_are_the_stream_cut_and_only_what_is_needed_is_read(tokenizer):
-    documents = iter(["import os", "import sys, re", "x = 1\n" * 50, "never read"])
-    blocks = text.pack(documents, tokenizer, seq_len=8, steps=3, batch_size=2)
-    stream = []
-    for document in ["import os", "import sys, re", "x = 1\n" * 50]:
-        stream += [*tokenizer(document)["input_ids"], tokenizer.eos_token_id]
-    assert [token for block in blocks["input_ids"] for token in block] == stream[:48]
-    assert blocks["labels"] == blocks["input_ids"] and [len(block) for block in blocks["labels"]] == [8] * 6
-    assert next(documents) == "never read"
-
-
-def test_long_document_is_encoded_piece_by_piece(tokenizer, monkeypatch):
-    monkeypatch.setattr(text, "PIECE", 100)
-    encoded = []
-    monkeypatch.setattr(
-        type(tokenizer), "__call__", lambda self, piece, **kwargs: encoded.append(piece) or {"input_ids": [*piece]}
-    )
-    text.pack(["a" * 1000], tokenizer, seq_len=50, steps=1, batch_size=5)
-    assert encoded == ["a" * 100] * 3
-
-
-@pytest.mark.parametrize(
-    ("seq_len", "steps", "works"),
-    [(100, 4, "--steps 1 or --seq_len 25 would fit"), (1000, 3, "--seq_len 33 would fit"), (1, 1000, "--steps 101")],
-)
-def test_too_little_text_says_how_much_there_is_and_what_fits(tokenizer, seq_len, steps, works):
-    documents = [tokenizer.decode([65] * 100)]
-    assert len(tokenizer(documents[0])["input_ids"]) == 100
-    pack = text.pack
-    one_line_error(lambda: pack(documents, tokenizer, seq_len, steps, 1), "101 tokens", f"{steps} steps", works)
-    words = works.removesuffix(" would fit").split(" or ")
-    for flag, number in map(str.split, words):
-        sizes = {"seq_len": seq_len, "steps": steps, flag.removeprefix("--"): int(number)}
-        assert len(pack(documents, tokenizer, batch_size=1, **sizes)) == sizes["steps"]
-
-
-def test_no_text_at_all(tokenizer):
-    one_line_error(lambda: text.pack([], tokenizer, 8, 1, 1), "0 tokens", "add text")
 
 
 def test_vocabulary_mismatch_gives_both_sizes(tokenizer):
