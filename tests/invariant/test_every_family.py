@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.every_family import EVERY, check, model_of, reported, row
 from benchmarks.families import FAMILIES
@@ -73,40 +71,3 @@ def test_unpatching_a_block_of_its_own(family):
     unpatch_model(patch_model(model))
     for name, module in model.named_modules():
         assert vars(module).keys() == before[name].keys()
-
-
-class Mlp(nn.Module):
-    def __init__(self, hidden):
-        super().__init__()
-        self.w1, self.w2 = nn.Linear(hidden, 8), nn.Linear(8, hidden)
-
-    def forward(self, x):
-        return self.w2(self.w1(x).relu())
-
-
-class RemoteBlock(nn.Module):
-    """As code from the Hub has it: a list of experts, each a module."""
-
-    def __init__(self, hidden):
-        super().__init__()
-        self.gate, self.experts = nn.Linear(hidden, 4), nn.ModuleList(Mlp(hidden) for _ in range(4))
-
-    def forward(self, x):
-        weights = self.gate(x).softmax(-1)
-        return sum(weights[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
-
-
-def test_a_list_of_experts_is_left_alone_with_a_reason():
-    config = AutoConfig.for_model(
-        "llama", vocab_size=101, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    for layer in model.model.layers:
-        layer.mlp = RemoteBlock(32)
-    ids = torch.randint(0, 101, (1, 8))
-    want = model(input_ids=ids, labels=ids).loss
-    patch_model(model)
-    left = [entry for entry in model.longmoe.entries if entry.schedule is None]
-    assert [entry.module for entry in left] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
-    assert all("modules of their own" in entry.note and "trust_remote_code" in entry.note for entry in left)
-    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, want)

@@ -181,9 +181,12 @@ def test_experts_in_a_module_list_are_left_alone_and_the_head_is_not(build, batc
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     want = gradients(model, loss_of(model(**inputs).logits, batch["labels"]))
     patch_model(model, config())
-    assert [entry.module for entry in model.longmoe.entries] == ["lm_head"]
+    left, head = model.longmoe.entries
+    assert (left.module, left.component, left.schedule) == ("model.layers.1.mlp.experts", "dispatch", None)
+    assert "modules of their own" in left.note and "trust_remote_code=False" in left.note
+    assert head.module == "lm_head" and head.schedule == "tiles"
     assert_same(gradients(model, model(**batch).loss), want)
-    with pytest.raises(ValueError, match="nothing to patch"):
+    with pytest.raises(ValueError, match="nothing to patch.*modules of their own"):
         patch_model(model, LongMoEConfig(vocab=None))
 
 
