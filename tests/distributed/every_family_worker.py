@@ -14,7 +14,7 @@ from transformers.distributed import DistributedConfig
 
 from benchmarks.every_family import Widened, caps_of, drawn, model_of
 from benchmarks.expert_plans import load, save
-from hf_longmoe import DispatchConfig, patch_model
+from hf_longmoe import patch_model
 from hf_longmoe.integrations.transformers.traffic import Traffic
 
 TOKENS = (20, 17)  # of each rank
@@ -25,10 +25,10 @@ TWO = {"fsdp_size": 2, "ep_size": 2}
 def run(case):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    return loaded_by_itself(case["family"]) if case["by_itself"] else trained(**case)
+    return loaded_by_itself(case["family"]) if case["by_itself"] else trained(case["family"], case["rounding"])
 
 
-def trained(family, budget, rounding, by_itself):
+def trained(family, rounding):
     """A step of the patched model on two ranks; errors of rank 0 are those of all gradients."""
     rank = distributed.get_rank()
     ids = [torch.randint(3, 1900, (1, count), generator=torch.Generator().manual_seed(count)) for count in TOKENS]
@@ -42,7 +42,7 @@ def trained(family, budget, rounding, by_itself):
     path, kind, losses = said[0]
     sharding = DistributedConfig(**TWO, ep_implementation="pipelined_llep")
     model = load(family, kind, path, dtype=FP32, distributed_config=sharding).train()
-    dispatch = DispatchConfig(budget=budget or caps_of(family).dispatch.budget, imbalance=1.0)
+    dispatch = replace(caps_of(family).dispatch, imbalance=1.0)
     patch_model(model, replace(caps_of(family), dispatch=dispatch))
     with Traffic(model) as traffic:
         found, grads = step(model, ids[rank : rank + 1])

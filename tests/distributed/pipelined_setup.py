@@ -7,19 +7,27 @@ import torch
 from ranks import mesh_of
 from torch import distributed, nn
 from transformers import GptOssConfig, MixtralConfig
+from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
 from hf_longmoe import DispatchConfig
 from hf_longmoe.integrations.transformers.expert_parallel import ExpertSettings, PipelinedLLEP
 
-FAMILIES = {"mixtral": (MixtralConfig, MixtralExperts), "gpt_oss": (GptOssConfig, GptOssExperts)}
+FAMILIES = {
+    "mixtral": (MixtralConfig, MixtralExperts),
+    "gpt_oss": (GptOssConfig, GptOssExperts),
+    "muse_spark": (MuseSparkTextConfig, MuseSparkExperts),
+}
 
 
 def whole_experts(family="mixtral", implementation="eager", hidden=16, width=12, experts=8, dtype=torch.float64):
     """All experts, the same on every rank."""
     config_class, experts_class = FAMILIES[family]
-    config = config_class(hidden_size=hidden, intermediate_size=width, num_local_experts=experts)
+    moe = "moe_" if family == "muse_spark" else ""
+    config = config_class(num_local_experts=experts, **{f"{moe}hidden_size": hidden, f"{moe}intermediate_size": width})
     config._experts_implementation = implementation
     module = experts_class(config).to(torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +41,9 @@ def part_of(experts, rank, ranks, frozen=()):
     part = copy.deepcopy(experts)
     part.num_experts = experts.num_experts // ranks
     part._is_expert_parallel = True
-    for name, param in experts.named_parameters():
+    for name, param in part.named_parameters():
+        param.requires_grad_(name not in frozen)
+    for name, param in experts.named_parameters(recurse=False):
         mine = param.detach()[rank * part.num_experts : (rank + 1) * part.num_experts].clone()
         part._parameters[name] = nn.Parameter(mine, requires_grad=name not in frozen)
     return part
@@ -54,10 +64,16 @@ def meshes(layout):
 
 
 def pipelined(part, ep_mesh, tp_mesh, *, saved_after=True, record=None, **config):
-    """`PipelinedLLEP` on this rank's part; `record` takes the `Routing` of each forward."""
+    """
+    `PipelinedLLEP` on this rank's part; `record` takes the `Routing` of each forward. Gradients of what all experts
+    share are summed over the ranks once they have been accumulated, as the plan of the family that has such says.
+    """
     part.longmoe_schedule = ExpertSettings(DispatchConfig(**config), saved_after)
     part.longmoe_on_routing = record
-    return PipelinedLLEP(part, ep_mesh, tp_mesh)
+    ours = PipelinedLLEP(part, ep_mesh, tp_mesh)
+    if hasattr(part, "post_expert_norm"):
+        ReplicatedWithGradAllReduce().install_forward(part.post_expert_norm, ep_mesh)
+    return ours
 
 
 def routing(kind, tokens, k, experts, ranks, generator):

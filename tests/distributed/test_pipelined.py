@@ -57,6 +57,13 @@ def cases(ranks):
     made["gpt_oss, frozen biases"] = dict(
         even, family="gpt_oss", **LEND, route="skew", frozen=["gate_up_proj_bias", "down_proj_bias"], moves=1
     )
+    made["a shared norm"] = dict(uneven, family="muse_spark", budget=MIDDLE, waves=2)
+    made["a shared norm, lending"] = dict(
+        even, family="muse_spark", **LEND, route="one", mode="non-reentrant", waves=2, moves=1
+    )
+    made["a shared norm, frozen"] = dict(
+        even, family="muse_spark", **LEND, route="skew", frozen=["post_expert_norm.weight"], moves=1
+    )
     made["backward twice"] = dict(uneven, **LEND, route="one", order="fBb", moves=1)
     made["batched_mm"] = dict(even, kernel="model", implementation="batched_mm", budget=800_000, imbalance=1.0)
     made["one slot"] = dict(uneven, k=1, budget=MIDDLE)
@@ -78,7 +85,15 @@ def cases(ranks):
 
 CASES = {ranks: {f"{ranks} ranks, {name}": case for name, case in cases(ranks).items()} for ranks in (2, 4)}
 # On two ranks `make test` has a case of each kind, on four all of one kernel and what the others have of their own.
-KEPT = ("written out", "kernel, lending, one", "gpt_oss, lending, skew", ", after=", "overlap 3", "backward twice")
+KEPT = (
+    "written out",
+    "kernel, lending, one",
+    "norm, lending",
+    "gpt_oss, lending, skew",
+    ", after=",
+    "overlap 3",
+    "backward twice",
+)
 LESS = ("balanced", "one", "absent", "dropped", "never lending", "frozen x", "frozen w", "frozen down_proj")
 MORE = [name for name in CASES[2] if not any(part in name for part in KEPT)]
 MORE += [f"4 ranks, {kernel}, {less}" for kernel in ("kernel", "gpt_oss") for less in LESS]
