@@ -46,7 +46,8 @@ def trained(family, rounding):
     patch_model(model, replace(caps_of(family), dispatch=dispatch))
     with Traffic(model) as traffic:
         found, grads = step(model, ids[rank : rank + 1])
-    errors = {"loss": abs(found[0] - losses[rank]) / abs(losses[rank])}
+    (loss, _), (wanted_loss, scale) = found[0], losses[rank]
+    errors = {"loss": abs(loss - wanted_loss) / max(abs(wanted_loss), scale)}
     if rank == 0:
         errors.update(apart(grads, wanted))
     shutil.rmtree(folder)
@@ -60,15 +61,17 @@ def trained(family, rounding):
 
 
 def step(model, ids):
-    """Losses of sequences, and the gradients of their mean."""
-    losses = []
+    """Losses of sequences, each with the size that a mean of so many random terms has, and the mean's gradients."""
+    losses, scales = [], []
     for row in ids:
         with drawn():
             logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits
         projection = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=FP32)
         losses.append((logits * projection).mean())
+        scales.append((logits.std() / logits.numel() ** 0.5).item())
     (sum(losses) / len(losses)).backward()
-    return [loss.item() for loss in losses], {name: whole(p.grad) for name, p in model.named_parameters()}
+    found = [(loss.item(), scale) for loss, scale in zip(losses, scales, strict=True)]
+    return found, {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
 def whole(tensor):
