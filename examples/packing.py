@@ -70,7 +70,7 @@ class PackedStream(torch.utils.data.IterableDataset):
 
     Every process sees the same stream, and Accelerate gives each its own blocks, so that a step's samples are the same
     on any number of processes. A Trainer that resumes reads a stream from its start and throws away what was trained
-    on: with `StreamPosition` that costs nothing, else it is exact as well. Not for DataLoader workers.
+    on: with `StreamPosition` that costs next to nothing, else it is exact as well. Not for DataLoader workers.
 
     Arguments:
         tokens (`datasets.IterableDataset`): rows `input_ids`, and `ends`, whether the document ends with the row.
