@@ -31,7 +31,9 @@ class Loading:
 
 
 _CONVERTS = "yes, saved with `save_original_format=False`: else Transformers converts the parts of each rank, and "
-_REFUSED = Loading(_CONVERTS + "raises", "ignore_mismatched_sizes", layout="model")
+# Sizes that do not match, or a conversion that failed; which, may differ from rank to rank.
+_REPORT = "above report"
+_REFUSED = Loading(_CONVERTS + "raises", _REPORT, layout="model")
 _WRONG = Loading(_CONVERTS + "loads wrong convolutions", None, layout="model")
 _RULES = Loading(
     "yes, without the plan's rules for the dense MLPs: with them, Transformers raises under FSDP2",
@@ -40,12 +42,11 @@ _RULES = Loading(
 )
 LOADING: dict[str, Loading] = {
     **dict.fromkeys(("bailing_hybrid", "glm5_next", "kimi_linear"), _WRONG),
-    **dict.fromkeys(("ernie4_5_vl_moe", "inkling2", "inkling2_loop"), _REFUSED),
-    "lara_mini": Loading(_CONVERTS + "raises", "issues during automatic conversion", layout="model"),
+    **dict.fromkeys(("ernie4_5_vl_moe", "inkling2", "inkling2_loop", "lara_mini"), _REFUSED),
     "qwen3_vl_moe": Loading(
         "yes, in the layout of its first checkpoints: of a model saved again, Transformers transposes the parts of"
         " each rank, and raises",
-        "ignore_mismatched_sizes",
+        _REPORT,
         layout="transposed",
     ),
     **dict.fromkeys(("diffusion_gemma", "gemma4"), _RULES),
