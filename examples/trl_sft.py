@@ -47,7 +47,7 @@ def main() -> None:
     set_seed(0)
     rows = list(islice(functions(arguments.dataset), 2000))
     if arguments.model_name_or_path is None:
-        tokenizer = train_tokenizer((row["prompt"] + row["completion"] for row in rows), vocab_size=8192)
+        tokenizer = train_tokenizer(({"text": row["prompt"] + row["completion"]} for row in rows), vocab_size=8192)
         tokenizer.pad_token = tokenizer.eos_token
     else:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
@@ -107,7 +107,7 @@ def load(arguments: SFTArguments) -> PreTrainedModel:
 def functions(dataset: str | None) -> Iterator[dict[str, str]]:
     """Functions at the top of a file: the line of `def` as the prompt, and the body as the completion."""
     for document in read_documents(dataset):
-        for found in re.finditer(r"^(def [^\n]*:\n)((?:[ \t][^\n]*\n|\n)+)", document, re.MULTILINE):
+        for found in re.finditer(r"^(def [^\n]*:\n)((?:[ \t][^\n]*\n|\n)+)", document["text"], re.MULTILINE):
             yield {"prompt": found[1], "completion": found[2].rstrip() + "\n"}
 
 
