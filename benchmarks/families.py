@@ -226,7 +226,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2_moe": dict(num_hidden_layers=7, layer_types=_alternating("conv", "full_attention", layers=7)),
     "mellum": _SLIDING,
     "mimo_v2_flash": {},
-    "minimax": _LINEAR,
+    "minimax": _LINEAR | dict(sliding_window=None),
     "minimax_m2": {},
     "minimax_m3_vl": dict(type="minimax_m3_vl_text"),
     "mistral4": {},

@@ -43,8 +43,8 @@ def counted_once():
 
     known = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counting, "LENGTHS", (1024, 4096))
-        patch.setattr(counting, "_KEPT", (1024, 4096))
+        fewer = counting.Lengths(stock=(1024, 4096), kept=(1024, 4096), bent=())
+        patch.setattr(planning, "lengths_for", lambda config, layout: fewer)
         patch.setattr(counting, "_ROWS", 512)
         for name in ("count", "SchedulesAlone"):
             patch.setattr(planning, name, functools.partial(once, getattr(planning, name)))

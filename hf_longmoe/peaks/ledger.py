@@ -13,7 +13,9 @@ import torch
 from hf_longmoe.peaks.region import COMPONENTS, OTHER, Region
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 
-__all__ = ["Context", "Ledger", "Moment", "Runs"]
+__all__ = ["TOTAL", "Context", "Ledger", "Moment", "Runs"]
+
+TOTAL = "total"
 
 # The region and the phase in which a storage appears.
 Context = tuple[Region, str]
@@ -25,8 +27,8 @@ class Moment(NamedTuple):
 
     Arguments:
         highs: the highest of each.
-        levels: of each, all of them when it was highest, the first time and the last. (Not when the total was: at
-            another depth or length that may be another moment, and the two have no line.)
+        levels: of each, all of them when it was highest, the first time and the last, by `"layer, first"` and so on;
+            and when their sum was, by `TOTAL`. (At another depth or length the sum may be highest at another moment.)
     """
 
     highs: dict[str, int]
@@ -193,10 +195,11 @@ def _moments(
     for entry, nbytes in resident:
         live[entry.component] += nbytes
     moments = {("resident", OTHER): Moment(dict(live), {"all along": dict(live)})}
-    highest: dict[tuple[str, str], dict[str, int]] = {}
+    total, highest = sum(live.values()), {}
     for context, entry, delta in log:
         before = dict(live) if context is not None else None
         live[entry.component] += delta
+        total += delta
         if before is not None:
             key = context[1], context[0].at_work
             moment = moments.setdefault(key, Moment({}, {}))
@@ -208,4 +211,6 @@ def _moments(
                     moment.levels[f"{name}, last"] = now
                     if level > tops.get(name, -1):
                         tops[name], moment.levels[f"{name}, first"] = level, now
+            if total > tops.get(TOTAL, -1):
+                tops[TOTAL], moment.levels[TOTAL] = total, now or dict(live)
     return moments

@@ -45,12 +45,18 @@ PHASES = ("resident", "forward", "recompute", "backward", "update")
 
 
 class Region:
-    """One visit of a region: a new object each time that one is entered."""
+    """
+    One visit of a region: a new object each time that one is entered.
 
-    __slots__ = ("capped", "component", "part")
+    Arguments:
+        again: entered within backward and with grad mode on: all of it, what an autograd function does inside with
+            grad mode off too, is "recompute".
+    """
 
-    def __init__(self, component: str, capped: bool = True, part: str = ""):
-        self.component, self.capped, self.part = component, capped, part
+    __slots__ = ("again", "capped", "component", "part")
+
+    def __init__(self, component: str, capped: bool = True, part: str = "", again: bool = False):
+        self.component, self.capped, self.part, self.again = component, capped, part, again
 
     @property
     def at_work(self) -> str:
@@ -145,7 +151,7 @@ def push(name: str, capped: bool = True, part: str = "") -> Region | None:
     if name not in COMPONENTS:
         hint = nearest_hint(name, COMPONENTS)
         raise ValueError(f"component={name!r} is unknown; choose one of {', '.join(COMPONENTS)}.{hint}")
-    region = Region(name, capped, part)
+    region = Region(name, capped, part, torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled())
     _stack().append(region)
     for probe in _open:
         probe.moved(region)

@@ -128,6 +128,8 @@ class StorageProbe(Probe, TorchDispatchMode):
         if torch._C._current_graph_task_id() == -1:
             region = region or _NOWHERE
             return region, "update" if region.component == "optimizer" else "forward"
+        if region is not None and region.again:
+            return region, "recompute"
         if not torch.is_grad_enabled():
             return region or self._recorder() or _NOWHERE, "backward"
         if region is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_longmoe.peaks.ledger import Moment
-from hf_longmoe.planner.depth import Moments
+from hf_longmoe.planner.depth import Moments, within
 
 __all__ = ["Counts"]
 
@@ -59,10 +59,12 @@ class Counts:
 
         size, found = (length, sequences, sharing), {}
         for key, moment in self.moments[-1][-1].items():
-            highs = scaled(lambda at: at.highs, key)
-            levels = {name: scaled(lambda at, name=name: at.levels.get(name), key) for name in moment.levels}
-            # Two moments of one candidate, at two lengths, may make a line that is of neither.
-            found[key] = Moment(highs, {name: _at_most(values, highs) for name, values in levels.items()})
+            highs = {part: max(0, high) for part, high in scaled(lambda at: at.highs, key).items()}
+            levels = {
+                name: within(name, scaled(lambda at, name=name: at.levels.get(name), key), highs)
+                for name in moment.levels
+            }
+            found[key] = Moment(highs, {name: values for name, values in levels.items() if values is not None})
         return found
 
     def _values(
@@ -79,12 +81,8 @@ class Counts:
             value = ends[0]
             if len(self.depths) == 2:
                 value += (ends[1] - ends[0]) * (self.depth - self.depths[0]) / (self.depths[1] - self.depths[0])
-            found[name] = max(0, round(value))
+            found[name] = round(value)
         return found
-
-
-def _at_most(values: Mapping[str, int], highs: Mapping[str, int]) -> dict[str, int]:
-    return {name: min(value, highs[name]) for name, value in values.items()}
 
 
 def _through(lengths: Sequence[int], values: Sequence[int], length: int, sequences: int, sharing: int) -> float:

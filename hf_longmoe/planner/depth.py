@@ -3,21 +3,23 @@
 A step's bytes at a given moment (the backward of the last layer, say) are affine in the number of layers: each period
 of layers adds the same parameters, gradients and boundaries. Peaks are not, since at another depth they may fall on
 another moment. So every candidate is extrapolated (for each phase and component at work: each component's highest, and
-all components' bytes when one is highest) and the largest is taken. The highest total is among them: what is kept for
-backward falls and gradients rise as layer after layer is done, so that it comes when one of them is highest. What is
-left out: two moments of one such candidate, of which the one that grows is the smaller in both runs. The result is
-then too low.
+all components' bytes when one is highest, or their sum), and the largest is taken. Where the sum is highest at one
+moment in one run and at another in the other, these have no line: what is of no moment (more of a component than it
+ever has, or less than none) is left out. Left out too are two moments of one candidate, of which the one that grows is
+the smaller in both runs. The result is then too low.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-from hf_longmoe.peaks.ledger import Moment
+from hf_longmoe.peaks.ledger import TOTAL, Moment
 from hf_longmoe.peaks.region import COMPONENTS
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 
-__all__ = ["Moments", "extrapolate", "periods"]
+__all__ = ["Moments", "extrapolate", "periods", "within"]
+
+_MOVED = 0.01  # of what a moment has at most
 
 # By phase and what is at work (`peaks.region.Region.at_work`).
 Moments = Mapping[tuple[str, str], Moment]
@@ -57,6 +59,19 @@ def depths(kinds: Sequence[Hashable]) -> tuple[int, ...]:
     return (first, first + period) if first + period < len(kinds) else (len(kinds),)
 
 
+def within(name: str, levels: Mapping[str, int], tops: Mapping[str, int]) -> dict[str, int] | None:
+    """
+    What a line gave for one moment, between nothing and the highest of each component.
+
+    Arguments:
+        name: of the moment, see `peaks.ledger.Moment`. Two moments of one candidate may make a line that is of
+            neither: `None` where that moves `TOTAL`.
+    """
+    found = {part: min(max(0, level), tops[part]) for part, level in levels.items()}
+    moved = sum(abs(level - found[part]) for part, level in levels.items())
+    return None if name == TOTAL and moved > _MOVED * sum(tops.values()) else found
+
+
 def extrapolate(
     depths: tuple[int, int], reports: tuple[PeakReport, PeakReport], moments: tuple[Moments, Moments], depth: int
 ) -> PeakReport:
@@ -76,7 +91,7 @@ def extrapolate(
     times = far // step
 
     def line(a: int, b: int) -> int:
-        return max(0, a + (b - a) * times)
+        return a + (b - a) * times
 
     def lines(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
         return {key: line(a.get(key, 0), b[key]) for key in b}
@@ -85,10 +100,11 @@ def extrapolate(
     ends, phase_highs = [], {}
     for key, there in moments[1].items():
         here = moments[0].get(key, there)
-        tops = lines(here.highs, there.highs)
+        tops = {part: max(0, top) for part, top in lines(here.highs, there.highs).items()}
         for name, levels in there.levels.items():
-            found = lines(here.levels.get(name, levels), levels)
-            ends.append((key[0], {part: min(level, tops[part]) for part, level in found.items()}))
+            found = within(name, lines(here.levels.get(name, levels), levels), tops)
+            if found is not None:
+                ends.append((key[0], found))
         highs = phase_highs.setdefault(key[0], dict.fromkeys(COMPONENTS, 0))
         for name, level in tops.items():
             highs[name] = max(highs[name], level)
@@ -103,7 +119,7 @@ def extrapolate(
         components[name] = ComponentPeak(
             peak=max(highs.values()),
             at_peak=at_peak[name],
-            working=line(a.working, b.working),
+            working=max(0, line(a.working, b.working)),
             phases=highs,
         )
     return PeakReport(total=sum(at_peak.values()), components=components, phases=phases, probe=large.probe)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from hf_longmoe.config import DispatchConfig, LongMoEConfig, VocabConfig
@@ -17,15 +20,59 @@ from hf_longmoe.planner.shape import Layout
 from hf_longmoe.schedules.dispatch import LocalDispatch, TokenTiles
 from hf_longmoe.schedules.vocab import tile_bytes
 
-__all__ = ["LENGTHS", "count", "small_caps"]
+__all__ = ["Lengths", "count", "lengths_for", "small_caps"]
 
-LENGTHS = (1024, 4096, 16384, 32768)
-# Patched: the schedules' part does not grow, from where there are several waves and tiles; and the layout's own length
-# where that is shorter.
-_KEPT = (4096, 8192)
 _SHORTEST = 1024
 _BENT = 0.01  # of a moment's bytes
 _ROWS, _FEWEST = 256, 8  # of a wave, or tokens of a tile, in a count
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """
+    Tokens of a count's sequences, ascending.
+
+    Arguments:
+        stock: of the stock model.
+        kept: of the patched one: several waves and tiles, so that the schedules' part does not grow from there.
+        bent: after these, where something grows with the square of the length.
+    """
+
+    stock: tuple[int, ...]
+    kept: tuple[int, ...]
+    bent: tuple[int, ...]
+
+    def patched(self, layout: Layout, bent: bool) -> tuple[int, ...]:
+        """Of the patched model: first the layout's own length, where it is shorter."""
+        own = max(_SHORTEST, layout.tokens)
+        return ((own,) if own < self.kept[0] else ()) + self.kept + (self.bent if bent else ())
+
+
+_USUAL = Lengths((1024, 4096, 16384, 32768), (4096, 8192), (16384, 32768))
+# Of a model that walks along the sequence in Python: what takes seconds for others takes it a quarter of an hour.
+_SHORT = Lengths((512, 1024, 2048, 4096), (2048, 4096), (6144, 8192))
+_WALK, _WALKS = (256, 1024), 0.5  # the share of more operations, of four times the tokens
+
+
+def lengths_for(config: PreTrainedConfig, layout: Layout) -> Lengths:
+    """Short ones, if the forward of a longer sequence has more operations: a scan or chunks without a kernel."""
+    operations = []
+    with without_data(config, layout), torch.no_grad():
+        model = fake_model(config, layout, depth=depths_of(config)[0], patched=None)
+        for length in _WALK:
+            with _Operations() as seen:
+                model(input_ids=torch.zeros(1, length, dtype=torch.int64))
+            operations.append(seen.count)
+    few, many = operations
+    return _SHORT if many > (1 + _WALKS) * few else _USUAL
+
+
+class _Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def count(
@@ -33,6 +80,7 @@ def count(
     layout: Layout,
     patched: LongMoEConfig | None = None,
     *,
+    lengths: Lengths = _USUAL,
     bent: bool = False,
     depths: tuple[int, ...] | None = None,
 ) -> Counts:
@@ -43,6 +91,7 @@ def count(
         config: of a causal LM.
         layout: of it count `ep_size`, `checkpointing`, `dtype` and `optimizer`.
         patched: caps; the stock model if not given.
+        lengths: see `lengths_for`.
         bent: whether something grows with the square of the length.
         depths: found if not given.
 
@@ -50,21 +99,15 @@ def count(
         `ValueError`: as `fake_step`.
     """
     ran, layers = depths or depths_of(config), config.get_text_config().num_hidden_layers
-    lengths = LENGTHS if patched is None else _lengths(layout, bent)
-    one = dataclasses.replace(layout, seq_len=lengths[-1], micro_batch=1, cp_size=1)
-    moments = [fake_moments(config, one, lengths, depth=depth, patched=patched) for depth in ran]
+    tokens = lengths.stock if patched is None else lengths.patched(layout, bent)
+    one = dataclasses.replace(layout, seq_len=tokens[-1], micro_batch=1, cp_size=1)
+    moments = [fake_moments(config, one, tokens, depth=depth, patched=patched) for depth in ran]
     if depths is None and len(ran) == 2 and (third := 2 * ran[1] - ran[0]) <= layers:
-        (deeper,) = fake_moments(config, one, lengths[:1], depth=third, patched=patched)
+        (deeper,) = fake_moments(config, one, tokens[:1], depth=third, patched=patched)
         if _bends(moments[0][0], moments[1][0], deeper):
             ran = (ran[1], third)
-            moments = [moments[1], fake_moments(config, one, lengths, depth=third, patched=patched)]
-    return Counts(layers, ran, lengths, moments)
-
-
-def _lengths(layout: Layout, bent: bool) -> tuple[int, ...]:
-    """Of patched models, ascending."""
-    own = max(_SHORTEST, layout.tokens)
-    return ((own,) if own < _KEPT[0] else ()) + _KEPT + (LENGTHS[2:] if bent else ())
+            moments = [moments[1], fake_moments(config, one, tokens, depth=third, patched=patched)]
+    return Counts(layers, ran, tokens, moments)
 
 
 def _bends(first: Moments, second: Moments, third: Moments) -> bool:
@@ -81,7 +124,7 @@ def _bends(first: Moments, second: Moments, third: Moments) -> bool:
     )
 
 
-def small_caps(config: PreTrainedConfig, layout: Layout) -> LongMoEConfig:
+def small_caps(config: PreTrainedConfig, layout: Layout, lengths: Lengths) -> LongMoEConfig:
     """Caps of which a step of the shortest count takes several waves and tiles."""
     with without_data(config, layout):
         model = fake_model(config, layout, depth=depths_of(config)[0], patched=_roomy())
@@ -96,7 +139,7 @@ def small_caps(config: PreTrainedConfig, layout: Layout) -> LongMoEConfig:
         head = model.get_output_embeddings().weight
         vocab = tile_bytes(_ROWS, *head.shape, dtype=head.dtype, keep_logits=True, bias=True)
     # Half of the budget sums outputs in float32: of half the tokens of the shortest count, at most.
-    dispatch = min(_ROWS * per_row, 4 * head.shape[1] * _lengths(layout, bent=False)[0])
+    dispatch = min(_ROWS * per_row, 4 * head.shape[1] * lengths.patched(layout, bent=False)[0])
     return _caps(max(dispatch, _FEWEST * per_row, 1), vocab)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.integrations.transformers.counting import count, small_caps
+from hf_longmoe.integrations.transformers.counting import Lengths, count, lengths_for, small_caps
 from hf_longmoe.integrations.transformers.fake_step import two_depths
 from hf_longmoe.integrations.transformers.planning_shape import shape_of
 from hf_longmoe.integrations.transformers.schedules_alone import SchedulesAlone
@@ -115,7 +115,11 @@ class Planner:
 
     @cached_property
     def _stock(self) -> Counts:
-        return count(self.config, self.layout)
+        return count(self.config, self.layout, lengths=self._lengths)
+
+    @cached_property
+    def _lengths(self) -> Lengths:
+        return lengths_for(self.config, self.layout)
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -226,13 +230,20 @@ class Planner:
     def _counts(self, dispatch: bool, vocab: bool) -> tuple[LongMoEConfig, Counts]:
         key = (dispatch, vocab)
         if key not in self._kept:
-            small = small_caps(self.config, self.layout)
+            small = small_caps(self.config, self.layout, self._lengths)
             small = dataclasses.replace(
                 small, dispatch=small.dispatch if dispatch else None, vocab=small.vocab if vocab else None
             )
             self._kept[key] = (
                 small,
-                count(self.config, self.layout, small, bent=self._stock.bent, depths=self.depths),
+                count(
+                    self.config,
+                    self.layout,
+                    small,
+                    lengths=self._lengths,
+                    bent=self._stock.bent,
+                    depths=self.depths,
+                ),
             )
         return self._kept[key]
 

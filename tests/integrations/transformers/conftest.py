@@ -1,11 +1,13 @@
 """What these tests share: small caps, gradients of a call, and how to compare them."""
 
+import dataclasses
+
 import pytest
 from torch import nn
 from torch.nn import functional as F
 
 from hf_longmoe import DispatchConfig, LongMoEConfig, VocabConfig
-from hf_longmoe.integrations.transformers import counting
+from hf_longmoe.integrations.transformers import counting, planning
 
 
 @pytest.fixture
@@ -67,6 +69,7 @@ def formed(monkeypatch):
 def short_counts():
     """A patched model is counted in fewer waves and tiles than usual. The stock model's lengths are the usual."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counting, "_KEPT", (1024, 4096))
+        fewer = dataclasses.replace(counting._USUAL, kept=(1024, 4096))
+        patch.setattr(planning, "lengths_for", lambda config, layout: fewer)
         patch.setattr(counting, "_ROWS", 512)
         yield
