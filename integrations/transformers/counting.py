@@ -51,7 +51,7 @@ class Lengths:
 _USUAL = Lengths((1024, 4096, 16384, 32768), (4096, 8192), (16384, 32768))
 # Of a model that walks along the sequence in Python: what takes seconds for others takes it a quarter of an hour.
 _SHORT = Lengths((512, 1024, 2048, 4096), (2048, 4096), (6144, 8192))
-_WALK, _WALKS = (256, 1024), 0.5  # the share of more operations, of four times the tokens
+_WALK, _WALKS = (256, 1024), 0.2  # the share of more operations, of four times the tokens
 
 
 def lengths_for(config: PreTrainedConfig, layout: Layout) -> Lengths:

@@ -123,6 +123,33 @@ def test_recompute_outside_of_any_region_belongs_to_the_one_that_asked_for_it(us
     assert by_name["vocab"].peak == by_name["other"].peak == 4
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_what_an_autograd_function_does_in_a_recompute_is_recompute(use_reentrant):
+    class Exponential(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return (x.exp() + 1).log()  # two results at a time
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.saved_tensors[0]
+
+    def layer(x):
+        with component("dispatch"):
+            return Exponential.apply(x).sin()
+
+    x = torch.randn(T, H, requires_grad=True)
+    with StorageProbe() as probe:
+        y = checkpoint(layer, x, use_reentrant=use_reentrant, preserve_rng_state=False)
+        with component("vocab"):
+            loss = y.sum()
+        loss.backward()
+    phases = peaks(probe)["dispatch"].phases
+    assert phases["forward"] == 2 * ROWS
+    assert phases["recompute"] == 3 * ROWS  # and the output, the loss's own
+
+
 def test_a_hand_written_backward_that_recomputes_belongs_to_its_region():
     class Exponential(torch.autograd.Function):
         @staticmethod

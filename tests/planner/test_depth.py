@@ -2,11 +2,11 @@
 
 import pytest
 
-from hf_longmoe.peaks.ledger import Moment
+from hf_longmoe.peaks.ledger import TOTAL, Moment
 from hf_longmoe.peaks.region import COMPONENTS
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 from hf_longmoe.planner import extrapolate, periods
-from hf_longmoe.planner.depth import depths
+from hf_longmoe.planner.depth import depths, within
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,37 @@ def test_a_total_that_peaks_at_another_moment_at_the_real_depth():
     assert got.components["vocab"].working == 7
     # A third run would show nothing else.
     assert got.components == at(10)[0].components
+
+
+def test_the_moment_of_the_highest_total_where_no_component_is_highest():
+    def at(depth):
+        """The one time `vocab` is highest, another `gradients`, and between them both are nearly so."""
+        found, moments = report({("backward", "vocab"): {"vocab": 100, "gradients": 20 * depth}})
+        (moment,) = moments.values()
+        moment.levels.clear()
+        zero = dict.fromkeys(COMPONENTS, 0)
+        moment.levels["vocab, last"] = zero | {"vocab": 100}
+        moment.levels["gradients, last"] = zero | {"gradients": 20 * depth}
+        moment.levels[TOTAL] = zero | {"vocab": 90, "gradients": 18 * depth}
+        return found, moments
+
+    (small, first), (large, second) = at(1), at(2)
+    assert extrapolate((1, 2), (small, large), (first, second), 10).total == 90 + 180
+
+
+@pytest.mark.parametrize(
+    ("levels", "total", "other"),
+    [
+        ({"vocab": 40, "layer": 60}, {"vocab": 40, "layer": 60}, {"vocab": 40, "layer": 60}),
+        ({"vocab": 101, "layer": 60}, {"vocab": 100, "layer": 60}, {"vocab": 100, "layer": 60}),
+        ({"vocab": 140, "layer": 60}, None, {"vocab": 100, "layer": 60}),
+        ({"vocab": 40, "layer": -50}, None, {"vocab": 40, "layer": 0}),
+    ],
+)
+def test_a_total_of_two_moments_is_left_out(levels, total, other):
+    tops = {"vocab": 100, "layer": 100}
+    assert within(TOTAL, levels, tops) == total
+    assert within("vocab, last", levels, tops) == other
 
 
 def test_a_depth_between_periods_is_refused():
