@@ -90,12 +90,15 @@ KEPT = (
     "kernel, lending, one",
     "norm, lending",
     "gpt_oss, lending, skew",
-    ", after=",
+    "entrant, after=",
     "overlap 3",
     "backward twice",
 )
+# Two ranks have these too.
+TWICE = ("written out, one wave", "written out, absent", "written out, dropped", "written out, nobody has tokens")
 LESS = ("balanced", "one", "absent", "dropped", "never lending", "frozen x", "frozen w", "frozen down_proj")
 MORE = [name for name in CASES[2] if not any(part in name for part in KEPT)]
+MORE += [f"2 ranks, {name}" for name in TWICE]
 MORE += [f"4 ranks, {kernel}, {less}" for kernel in ("kernel", "gpt_oss") for less in LESS]
 for mode in MODES[1:]:
     MORE += [f"4 ranks, {mode}, after=False", *([f"4 ranks, {mode}, both graphs alive"] if "bare" in mode else [])]

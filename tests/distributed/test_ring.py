@@ -127,8 +127,11 @@ PAIR = {
 # What "all of them" has too, and what is the same in every direction: `make test` has it where tokens travel.
 LESS = ("even", "64 entries", "some masked", "bias", "softcap", "scale", "smoothing", "z-loss", "items as a tensor")
 LESS += ("frozen bias", "the same bits again", "frozen head, some masked", "frozen head, capped, one block")
-LESS += ("frozen head, capped, accumulation",)
-MORE = [f"{name}, {travel}" for name in LESS for travel in ("weights", "same tokens")]
+LESS += ("frozen head, capped, accumulation", "plain", "9 entries", "a rank masked", "frozen hidden", "only the bias")
+LESS += ("weight_scale", "frozen head, a rank masked", "frozen head, capped", "frozen head, capped, 9 entries")
+LESS += ("frozen head, smoothing, 9 entries", "frozen head, capped, twice", "accumulation")
+LESS += ("frozen head, capped, the same bits again",)
+MORE = [f"{name}, {travel}" for name in LESS for travel in ("weights", "same tokens")] + ["32001 entries, weights"]
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,14 @@ REFUSED = {
 }
 
 
-MORE = ["olmoe", "glm4_moe", "a sliding window", "cp 4"]  # like "qwen3_moe", "deepseek_v3", and those packed too
+MORE = [
+    "olmoe",
+    "glm4_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "a sliding window",
+    "cp 4",
+]  # like "qwen3_moe", "deepseek_v3", and those packed too
 
 
 @pytest.fixture(scope="module")

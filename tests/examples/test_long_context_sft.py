@@ -106,7 +106,10 @@ def test_caps_by_the_plan_keep_the_device_memory(start, tmp_path):
     ("more", "launch_file", "said"),
     [
         ((), "cpu_1proc", r"error: Only one process; launch with .*cpu_2proc_cp\.yaml"),
-        (("--text_column", "body"), "cpu_2proc_cp", r"error: .*a\.jsonl: .*text_column='body'"),
+        pytest.param(
+            *(("--text_column", "body"), "cpu_2proc_cp", r"error: .*a\.jsonl: .*text_column='body'"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_refused_in_one_line_before_there_is_a_model(start, more, launch_file, said):

@@ -90,7 +90,13 @@ TWO = ("-m", "accelerate.commands.launch", "--config_file", str(ROOT / "accelera
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "ranks"), [(ONE, 1), (TWO, 2)], ids=["python", "accelerate launch"])
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        pytest.param(ONE, 1, id="python"),
+        pytest.param(TWO, 2, id="accelerate launch", marks=pytest.mark.exhaustive),  # in a hurry, expert parallel only
+    ],
+)
 def test_same_losses_and_lower_peaks(start, launcher, ranks, arguments):
     done = start(launcher, arguments)
     assert done.returncode == 0, done.stderr
@@ -164,6 +170,7 @@ def test_expert_parallel_needs_several_processes(quickstart, arguments, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_refuse_with_one_line_and_no_traceback_of_their_own(start, arguments):
     done = start(TWO, {**arguments, "vocab_budget": "1KiB"})
     assert done.returncode != 0
