@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import ParallelismConfig
 from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -69,6 +70,7 @@ def trainer(
     *,
     ranks,
     ep=None,
+    cp=1,
     streaming=False,
     callbacks=(),
     dtype="float32",
@@ -77,6 +79,7 @@ def trainer(
 ):
     """
     Arguments:
+        cp: ranks that share a sequence.
         dropout: of the attention, so that a resumed run needs the random numbers; other ranks draw others.
 
     Returns:
@@ -108,7 +111,7 @@ def trainer(
         output_dir=str(run),
         use_cpu=True,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=4 // ranks,
+        gradient_accumulation_steps=4 * cp // ranks,
         max_steps=12,
         learning_rate=1e-2,
         warmup_steps=1,
@@ -119,6 +122,8 @@ def trainer(
         dataloader_pin_memory=False,
         activation_checkpointing=streaming,
     )
+    if cp > 1:
+        options["parallelism_config"] = ParallelismConfig(cp_size=cp, dp_shard_size=ranks // cp)
     args = TrainingArguments(**{**options, **arguments})
     data = {"train_dataset": Data(), "eval_dataset": Data()}
     made = LongMoETrainer(model=model, args=args, callbacks=[Losses(log), *callbacks], **data)

@@ -7,11 +7,13 @@ import pytest
 
 HERE = Path(__file__).parent
 FOUR, TWO, ONE = {"ranks": 4, "ep": 2}, {"ranks": 2}, {"ranks": 1}
+SHARING = {"ranks": 2, "cp": 2}
 ROUTES = {"from 4": [FOUR, [TWO, ONE], {"streaming": True}]}
 MORE_ROUTES = {
     "from 2": [TWO, [FOUR, {"ranks": 4}, ONE], {}],
     "streaming": [TWO, [FOUR, ONE], {"streaming": True}],
     "bfloat16": [TWO, [TWO, FOUR, ONE], {"streaming": True, "dtype": "bfloat16"}],
+    "sharing sequences": [SHARING, [SHARING, {"ranks": 4, "ep": 2, "cp": 2}, ONE], {"streaming": True}],
     "from 4 plain": [{"ranks": 4}, [TWO, FOUR, ONE], {}],
 }
 
@@ -83,3 +85,7 @@ def test_on_another_number_of_ranks(worker):
 def test_on_more_numbers_of_ranks(worker):
     for name, found in worker(1700, other_ranks=MORE_ROUTES)["other_ranks"].items():
         check_route(found, tolerance=1e-3 if name == "bfloat16" else 1e-6)
+        saved, (first, *_), _ = MORE_ROUTES[name]
+        if first == saved:  # on the same ranks: its very bits
+            resumed = found["resumed"][f"{name}-on-{saved['ranks']}"]["losses"]
+            assert resumed == {step: found["losses"][step] for step in resumed}
