@@ -27,8 +27,9 @@ class Moment(NamedTuple):
 
     Arguments:
         highs: the highest of each.
-        levels: of each, all of them when it was highest, the first time and the last, by `"layer, first"` and so on;
-            and when their sum was, by `TOTAL`. (At another depth or length the sum may be highest at another moment.)
+        levels: of each, all of them when it was highest, the first time and the last, by `"dispatch, first"` and so on
+            (of those times, also the ones with most of `layer`: kinds of layers may differ in this alone); and when
+            their sum was, by `TOTAL`. (At another depth or length the sum may be highest at another moment.)
     """
 
     highs: dict[str, int]
@@ -206,11 +207,12 @@ def _moments(
             tops, now = highest.setdefault(key, {}), None
             for name, level in live.items():
                 moment.highs[name] = max(moment.highs.get(name, 0), level, before[name])
-                if level >= tops.get(name, 0):
-                    now = now or dict(live)
-                    moment.levels[f"{name}, last"] = now
-                    if level > tops.get(name, -1):
-                        tops[name], moment.levels[f"{name}, first"] = level, now
-            if total > tops.get(TOTAL, -1):
-                tops[TOTAL], moment.levels[TOTAL] = total, now or dict(live)
+                for of, height in ((name, (level,)), (f"{name} with layer", (level, live["layer"]))):
+                    if height >= tops.get(of, (0,)):
+                        now = now or dict(live)
+                        moment.levels[f"{of}, last"] = now
+                        if height > tops.get(of, ()):
+                            tops[of], moment.levels[f"{of}, first"] = height, now
+            if (total,) > tops.get(TOTAL, ()):
+                tops[TOTAL], moment.levels[TOTAL] = (total,), now or dict(live)
     return moments
