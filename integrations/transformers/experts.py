@@ -71,6 +71,11 @@ def runs_in_waves(module: nn.Module) -> bool:
     return is_experts(module) or own_block(module) is not None
 
 
+def has_adapters(module: nn.Module) -> bool:
+    """Whether an adapter of PEFT is on something in it."""
+    return any(hasattr(type(part), "adapter_layer_names") for part in module.modules())
+
+
 def hidden_of(experts: nn.Module) -> int:
     """H, from the weights: the configs' names for it differ."""
     if (own := own_block(experts)) is not None:
@@ -193,7 +198,9 @@ def restore_forward(module: nn.Module) -> None:
 @torch.compiler.disable
 def _experts_forward(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
     """Called as `(hidden [T, H], index [T, k], weights [T, k])`; a block of its own, as its class is."""
-    if parametrize.is_parametrized(self):  # an adapter on the stacked weights, put on after the patch
+    own = own_block(self)
+    # An adapter on the weights, put on after the patch.
+    if parametrize.is_parametrized(self) or own is not None and has_adapters(self):
         return type(self).forward(self, *args)
     block, params = block_of(self, self.longmoe_kernel)
 
@@ -202,7 +209,6 @@ def _experts_forward(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
             return self.longmoe_schedule(hidden, index, weights, block, params)
 
-    own = own_block(self)
     return run(*args) if own is None else own.forward(self, run, *args)
 
 
