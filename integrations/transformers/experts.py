@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
+from hf_longmoe.integrations.transformers.by_token import why_not_by_token
 from hf_longmoe.integrations.transformers.own_blocks import own_block
 from hf_longmoe.schedules.dispatch import (
     AdaptedMLP,
@@ -214,7 +215,7 @@ def _experts_forward(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
 
 @torch.compiler.disable
 def _mlp_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self.modules()):
-        return type(self).forward(self, hidden_states)  # an adapter's dropout: a second run would draw another mask
+    if why_not_by_token(self, now=True):  # an adapter that was put on after the patch, say
+        return type(self).forward(self, hidden_states)
     with torch._C.DisableTorchFunction():
         return self.longmoe_schedule(self, hidden_states)
