@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -142,7 +143,11 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     if patch is not None:
         for handle in patch.handles:
             handle.remove()
+        hooks = {handle.id for handle in patch.handles if isinstance(handle, RemovableHandle)}
         for module in target.modules():
+            for known in (module._forward_pre_hooks, module._forward_hooks):  # of copies: PEFT's `modules_to_save`
+                for hook in hooks & known.keys():
+                    del known[hook]
             if "longmoe_ep_forward" in vars(module):
                 uninstall(module)
             elif "longmoe_schedule" in vars(module):
