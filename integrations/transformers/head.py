@@ -26,7 +26,7 @@ from hf_longmoe.integrations.transformers.token_values import asked
 from hf_longmoe.integrations.transformers.tp_head import Divided, stock_forward
 from hf_longmoe.schedules.vocab import linear_cross_entropy, ring_tile, tile_rows
 
-__all__ = ["TiledLoss", "head_report", "head_rows", "patch_head", "restore_head", "ring_rows"]
+__all__ = ["TiledLoss", "head_report", "head_rows", "is_patched", "patch_head", "restore_head", "ring_rows"]
 
 
 def head_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig, rank: int = 0) -> int:
@@ -94,6 +94,11 @@ def patch_head(
         lm_head.longmoe_head = HeadSettings(gathered_until_backward(model, lm_head), divided, stock_forward(lm_head))
         lm_head.forward = MethodType(_head_forward, lm_head)
     model.loss_function = TiledLoss(config, model.loss_function, vars(model).get("_loss_function"))
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    """Whether its LM head, or what an adapter wraps there, is one that `patch_head` has patched."""
+    return any("longmoe_head" in vars(module) for module in model.get_output_embeddings().modules())
 
 
 def restore_head(model: PreTrainedModel) -> None:

@@ -29,6 +29,7 @@ from hf_longmoe.integrations.transformers.forward import patch_forward, restore_
 from hf_longmoe.integrations.transformers.head import (
     head_report,
     head_rows,
+    is_patched,
     patch_head,
     restore_head,
     ring_rows,
@@ -104,7 +105,7 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
     config = LongMoEConfig() if config is None else config
     target = causal_lm(model)
     before: Patch | None = vars(target).get("longmoe")
-    if before is not None and before.config == config:
+    if before is not None and before.config == config and (before.head is None or is_patched(target)):
         adopt_adapters(before)
         return model
     check_model(model, target, config)
