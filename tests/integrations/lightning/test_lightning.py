@@ -124,6 +124,10 @@ def test_what_is_refused(build, tmp_path):
     callback = LongMoECallback(caps())
     with pytest.raises(ValueError, match="LongMoECallback does not run under FSDPStrategy; use ddp"):
         callback.setup(type("Under", (), {"strategy": FSDPStrategy.__new__(FSDPStrategy)}), None, "fit")
+    for hook in ("setup", "configure_model"):
+        late = type("Late", (Module,), {hook: lambda self, stage=None: self.__setattr__("model", small(build))})
+        with pytest.raises(ValueError, match="Late holds no Transformers model yet; make it in __init__"):
+            fit(late(None, torch.optim.AdamW), tmp_path, [callback])
     model = small(build)
     with LongMoESchedules(caps()).install(model) as schedules:
         pass
