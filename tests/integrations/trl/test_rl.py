@@ -93,6 +93,7 @@ def test_the_answer_is_TRL_s_own(build, tiny, batch_of, family, temperature):
         (output.log_probs * output.entropy).sum().backward()  # a gradient to both
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         answers.append((output, gradients))
+    assert all(entry.schedule is not None for entry in model.longmoe.entries)  # and it was not TRL that answered
     (stock, stock_gradients), (ours, our_gradients) = answers
     assert ours.keys() == stock.keys()
     for name, value in stock.items():
