@@ -31,7 +31,7 @@ _REPLACED = (
     " are made: use LongMoESFTTrainer and the others of hf_longmoe.integrations.trl), so its memory is not bounded."
     " Switch that off, or make the replacement first and call patch_model after it."
 )
-_NEW_HEAD = "it is not the one that was patched (resize_token_embeddings makes a new one); call patch_model once more"
+_NEW_HEAD = "the model calls another than was patched (of resize_token_embeddings, say); call patch_model once more"
 _REPLICA = (
     "A patched model cannot run as a replica: torch.nn.DataParallel, which a Trainer uses where one process sees"
     " several devices, is not supported. Start one process a device, with `accelerate launch`."
@@ -211,5 +211,6 @@ def _leave_head_alone(model: PreTrainedModel, call: LossCall) -> None:
             f"vocab.label_smoothing={config.label_smoothing} and vocab.z_loss={config.z_loss} cannot be applied to"
             f" {type(model).__name__}, which does not call its loss_function; set both to 0."
         )
+    model.longmoe.new_head = call.loss_computed and call.fallback is None
     reason = _NEW_HEAD if call.loss_computed else "the model computes its loss without calling its LM head"
     model.longmoe.leave_head_alone(call.fallback or reason)

@@ -54,6 +54,7 @@ class Patch:
     config: LongMoEConfig
     entries: list[Entry] = field(default_factory=list)
     head: str | None = None  # the name of the patched LM head
+    new_head: bool = False  # whether a call has shown that the model calls another by now
     ring: Ring | None = None  # of a head whose weight stays divided
     router_loss: RouterLoss | None = None
     launch_checked: bool = False
@@ -105,7 +106,8 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
     config = LongMoEConfig() if config is None else config
     target = causal_lm(model)
     before: Patch | None = vars(target).get("longmoe")
-    if before is not None and before.config == config and (before.head is None or is_patched(target)):
+    replaced = before is not None and before.head is not None and (before.new_head or not is_patched(target))
+    if before is not None and before.config == config and not replaced:
         adopt_adapters(before)
         return model
     check_model(model, target, config)
