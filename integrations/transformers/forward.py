@@ -211,6 +211,5 @@ def _leave_head_alone(model: PreTrainedModel, call: LossCall) -> None:
             f"vocab.label_smoothing={config.label_smoothing} and vocab.z_loss={config.z_loss} cannot be applied to"
             f" {type(model).__name__}, which does not call its loss_function; set both to 0."
         )
-    model.longmoe.new_head = call.loss_computed and call.fallback is None
     reason = _NEW_HEAD if call.loss_computed else "the model computes its loss without calling its LM head"
     model.longmoe.leave_head_alone(call.fallback or reason)

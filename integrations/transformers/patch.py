@@ -54,7 +54,7 @@ class Patch:
     config: LongMoEConfig
     entries: list[Entry] = field(default_factory=list)
     head: str | None = None  # the name of the patched LM head
-    new_head: bool = False  # whether a call has shown that the model calls another by now
+    head_left: bool = False  # since a call has shown that its schedule cannot be used
     ring: Ring | None = None  # of a head whose weight stays divided
     router_loss: RouterLoss | None = None
     launch_checked: bool = False
@@ -80,6 +80,7 @@ class Patch:
 
     def leave_head_alone(self, reason: str) -> None:
         """Corrects the report once a call has shown that the head's schedule cannot be used."""
+        self.head_left = True
         entry = Entry(self.head, "vocab", None, reason)
         if entry not in self.entries:
             logger.warning(f"{entry}: the stock loss is used, and its memory is not bounded.")
@@ -106,8 +107,9 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
     config = LongMoEConfig() if config is None else config
     target = causal_lm(model)
     before: Patch | None = vars(target).get("longmoe")
-    replaced = before is not None and before.head is not None and (before.new_head or not is_patched(target))
-    if before is not None and before.config == config and not replaced:
+    # Of a head that is another now, or that another adapter wraps.
+    anew = before is not None and before.head is not None and (before.head_left or not is_patched(target))
+    if before is not None and before.config == config and not anew:
         adopt_adapters(before)
         return model
     check_model(model, target, config)
