@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["why_not_by_token"]
+__all__ = ["is_adapter", "why_not_by_token"]
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether it is one of PEFT's that adds to what it wraps, and not a choice between copies (`modules_to_save`)."""
+    kind = type(module)
+    return hasattr(kind, "adapter_layer_names") and kind.__module__.startswith("peft.tuners.")
 
 
 def why_not_by_token(module: nn.Module, now: bool = False) -> str | None:
@@ -17,8 +23,8 @@ def why_not_by_token(module: nn.Module, now: bool = False) -> str | None:
     for part in module.modules():
         if isinstance(part, nn.Dropout) and part.p > 0 and (part.training or not now):
             return "it has dropout, which a second run in backward would draw anew"
-        kind = type(part)
-        if hasattr(kind, "adapter_layer_names") and kind.__module__.startswith("peft.tuners."):
+        if is_adapter(part):
+            kind = type(part)
             variants = {type(variant).__name__ for variant in getattr(part, "lora_variant", {}).values()}
             plain = (kind.__module__, kind.__name__) == ("peft.tuners.lora.layer", "Linear")
             if not plain or not all(name.startswith("Dora") for name in variants):

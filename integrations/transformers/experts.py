@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
-from hf_longmoe.integrations.transformers.by_token import why_not_by_token
+from hf_longmoe.integrations.transformers.by_token import is_adapter, why_not_by_token
 from hf_longmoe.integrations.transformers.own_blocks import own_block
 from hf_longmoe.schedules.dispatch import (
     AdaptedMLP,
@@ -70,11 +70,6 @@ def is_called_as_interface(module: nn.Module) -> bool:
 def runs_in_waves(module: nn.Module) -> bool:
     """Whether a schedule knows how to run these experts: by the interface, or by an adapter for their class."""
     return is_experts(module) or own_block(module) is not None
-
-
-def has_adapters(module: nn.Module) -> bool:
-    """Whether an adapter of PEFT is on something in it."""
-    return any(hasattr(type(part), "adapter_layer_names") for part in module.modules())
 
 
 def hidden_of(experts: nn.Module) -> int:
@@ -201,7 +196,7 @@ def _experts_forward(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
     """Called as `(hidden [T, H], index [T, k], weights [T, k])`; a block of its own, as its class is."""
     own = own_block(self)
     # An adapter on the weights, put on after the patch.
-    if parametrize.is_parametrized(self) or own is not None and has_adapters(self):
+    if parametrize.is_parametrized(self) or own is not None and any(map(is_adapter, self.modules())):
         return type(self).forward(self, *args)
     block, params = block_of(self, self.longmoe_kernel)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from hf_longmoe.integrations.transformers.by_token import is_adapter
 from hf_longmoe.schedules.dispatch import Block, GatedMLP, ModelKernel
 
 __all__ = ["OwnBlock", "ReplacedForward", "own_block"]
@@ -111,7 +112,7 @@ def _llama4_forward(
 
 def _llama4_block(block: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert of a zero input gives zero, and zero gradients: those not chosen need not run."""
-    if own_block(block.experts) is None:  # an adapter has come around them, which hands on the stock arguments alone
+    if is_adapter(block.experts):  # put on after the patch: the experts then run as they are
         return type(block).forward(block, hidden_states)
     hidden = hidden_states.reshape(-1, block.hidden_dim)
     scores, logits = block.router(hidden)

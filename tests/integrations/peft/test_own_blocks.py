@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.every_family import caps_of, model_of
 from hf_longmoe import patch_model, unpatch_model
+from hf_longmoe.schedules.dispatch import LocalDispatch
 
 TARGETS = {
     "llama4": ["experts.gate_up_proj", "experts.down_proj"],
@@ -31,3 +32,20 @@ def test_exact_and_reported(batch, lora, step, assert_same, family, order):
         assert model(**batch).loss.item() == pytest.approx(stock(**batch).loss.item(), rel=1e-6)
     bare = model.unload()
     assert bare(**batch).loss.item() == pytest.approx(unpatch_model(bare)(**batch).loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(("family", "saved"), [("llama4", "experts"), ("jetmoe", "mlp.input_linear")])
+def test_saved_whole_they_run_in_waves(batch, lora, step, assert_same, monkeypatch, family, saved, order):
+    options = dict(target_modules=["q_proj"], target_parameters=None, modules_to_save=[saved])
+    if family == "jetmoe":
+        options["target_modules"] = ["kv_proj"]
+    want = step(lora(model_of(family), **options), batch, stock=True)
+    if order == "before":
+        model = patch_model(lora(model_of(family), **options), caps_of(family))
+    else:
+        model = lora(patch_model(model_of(family), caps_of(family)), **options)
+    runs, call = [], LocalDispatch.__call__
+    monkeypatch.setattr(LocalDispatch, "__call__", lambda self, *args: runs.append(1) or call(self, *args))
+    assert_same(step(model, batch), want)
+    assert runs and any("modules_to_save" in name for name in want)
