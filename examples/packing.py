@@ -28,6 +28,7 @@ __all__ = ["PackedStream", "StreamPosition", "pack"]
 PIECE, TOGETHER = 1 << 20, 8
 # Places that are remembered: blocks that are read ahead of the step that is saved, over all processes.
 REMEMBERED = 4096
+BEGINNING: dict[str, Any] = {"blocks": 0, "tokens": None, "used": 0}
 
 
 def pack(documents: IterableDataset, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> PackedStream:
@@ -81,7 +82,7 @@ class PackedStream(torch.utils.data.IterableDataset):
         self._tokens, self._seq_len = tokens, seq_len
         self._flatten = DataCollatorWithFlattening(return_tensors="np")
         self._places: deque[dict[str, Any]] = deque(maxlen=REMEMBERED)
-        self._start: dict[str, Any] = {"blocks": 0, "tokens": None, "used": 0}
+        self._start = self._next = BEGINNING  # of this iteration, and of the next one
         self._thrown_away = 0
 
     def state_dict(self, blocks: int | None = None) -> dict[str, Any]:
@@ -103,18 +104,20 @@ class PackedStream(torch.utils.data.IterableDataset):
 
     def load_state_dict(self, state: dict[str, Any], thrown_away: int = 0) -> None:
         """
-        Has the next iteration begin at this place.
+        Has the next iteration, and no later one, begin at this place.
 
         Arguments:
             thrown_away: blocks of one token to yield first, for a Trainer that will not look at them.
         """
-        self._start, self._thrown_away = state, thrown_away
+        self._start, self._next, self._thrown_away = state, state, thrown_away
         self._places.clear()
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        for _ in range(self._thrown_away):
-            yield self._block([[0]])
         self._places.clear()
+        self._start, self._next = self._next, BEGINNING
+        thrown_away, self._thrown_away = self._thrown_away, 0
+        for _ in range(thrown_away):
+            yield self._block([[0]])
         count, before, used = (self._start[name] for name in ("blocks", "tokens", "used"))
         self._tokens.load_state_dict(before)
         documents, room, goes_on = [], self._seq_len, False

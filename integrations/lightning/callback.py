@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from transformers import PreTrainedModel
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.lightning.schedules import LongMoESchedules
@@ -39,8 +40,8 @@ class LongMoECallback(Callback):
         engine (`Engine`, *optional*): does the copies; by default the device's own streams.
 
     Raises:
-        `ValueError`: `every` or `first` is below 1. From `fit`: as `patch_model`, or the strategy is FSDP1 or
-            DeepSpeed.
+        `ValueError`: `every` or `first` is below 1. From `fit`: as `patch_model`, the strategy is FSDP1 or
+            DeepSpeed, or the module makes its model later than in `__init__`.
     """
 
     report: PeakReport | None = None
@@ -69,6 +70,11 @@ class LongMoECallback(Callback):
             raise ValueError(
                 f"LongMoECallback does not run under {type(trainer.strategy).__name__}; use ddp, or a"
                 " ModelParallelStrategy (FSDP2)."
+            )
+        if not any(isinstance(module, PreTrainedModel) for module in pl_module.modules()):
+            raise ValueError(
+                f"LongMoECallback: {type(pl_module).__name__} holds no Transformers model yet; make it in __init__,"
+                " since its own setup and configure_model come after this."
             )
         self.schedules.install(pl_module, trainer.strategy.root_device)
 

@@ -41,6 +41,9 @@ class _Kept(dict):
     def __setitem__(self, name: str, value: Any) -> None:
         pass
 
+    def __reduce__(self) -> tuple:
+        return dict, (dict(self),)  # a copy, or what is unpickled, is filled item by item
+
 
 class LongMoESchedules:
     """

@@ -14,6 +14,7 @@ from types import MethodType
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -117,6 +118,10 @@ def expert_adapters(model: nn.Module, name: str) -> ExpertAdapters | str | None:
         if not isinstance(wrapper, ParamWrapper):
             return f"a {type(wrapper).__name__} of PEFT wraps it; of PEFT's, LoRA's target_parameters are known"
         wrappers.insert(0, wrapper)
+    if not is_experts(experts):  # its weights are read by an adapter of ours, past what PEFT does to them
+        on = [w.parameter_name for w in wrappers]
+        on += [name for name, m in experts.named_modules() if isinstance(m, BaseTunerLayer)]
+        return f"an adapter is on its {on[0]}; of these experts no schedule runs one" if on else None
     if not wrappers:
         return None
     found = ExpertAdapters(wrappers, expert_ranks(model) if is_expert_parallel(experts) else None)

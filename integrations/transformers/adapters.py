@@ -9,7 +9,9 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
-from hf_longmoe.integrations.transformers.experts import is_experts, standing_in
+from hf_longmoe.integrations.transformers.by_token import why_not_by_token
+from hf_longmoe.integrations.transformers.experts import runs_in_waves, standing_in
+from hf_longmoe.schedules.dispatch import TokenTiles
 
 if TYPE_CHECKING:
     from hf_longmoe.integrations.peft import ExpertAdapters, HeadAdapters
@@ -48,7 +50,9 @@ def adapter_state_dict_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
 def adopt_adapters(patch: Patch) -> None:
     """Has adapters that were put on since `patch_model` run by the schedules too."""
     for name, module in patch.model.named_modules():
-        if not is_experts(module) or "longmoe_schedule" not in vars(module):
+        if isinstance(vars(module).get("longmoe_schedule"), TokenTiles) and (reason := why_not_by_token(module)):
+            patch.adapted(name, name, reason)
+        if not runs_in_waves(module) or "longmoe_schedule" not in vars(module):
             continue
         adapters, known = adapters_of(patch.model, name), vars(module).get("longmoe_adapters")
         if adapters is None or known is not None and known.wrappers == getattr(adapters, "wrappers", None):

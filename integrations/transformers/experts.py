@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
+from hf_longmoe.integrations.transformers.by_token import is_adapter, why_not_by_token
 from hf_longmoe.integrations.transformers.own_blocks import own_block
 from hf_longmoe.schedules.dispatch import (
     AdaptedMLP,
@@ -193,7 +194,9 @@ def restore_forward(module: nn.Module) -> None:
 @torch.compiler.disable
 def _experts_forward(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
     """Called as `(hidden [T, H], index [T, k], weights [T, k])`; a block of its own, as its class is."""
-    if parametrize.is_parametrized(self):  # an adapter on the stacked weights, put on after the patch
+    own = own_block(self)
+    # An adapter on the weights, put on after the patch.
+    if parametrize.is_parametrized(self) or own is not None and any(map(is_adapter, self.modules())):
         return type(self).forward(self, *args)
     block, params = block_of(self, self.longmoe_kernel)
 
@@ -202,13 +205,12 @@ def _experts_forward(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
         with torch._C.DisableTorchFunction():
             return self.longmoe_schedule(hidden, index, weights, block, params)
 
-    own = own_block(self)
     return run(*args) if own is None else own.forward(self, run, *args)
 
 
 @torch.compiler.disable
 def _mlp_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    if any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self.modules()):
-        return type(self).forward(self, hidden_states)  # an adapter's dropout: a second run would draw another mask
+    if why_not_by_token(self, now=True):  # an adapter that was put on after the patch, say
+        return type(self).forward(self, hidden_states)
     with torch._C.DisableTorchFunction():
         return self.longmoe_schedule(self, hidden_states)

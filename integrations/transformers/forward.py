@@ -31,6 +31,7 @@ _REPLACED = (
     " are made: use LongMoESFTTrainer and the others of hf_longmoe.integrations.trl), so its memory is not bounded."
     " Switch that off, or make the replacement first and call patch_model after it."
 )
+_NEW_HEAD = "the model calls another than was patched (of resize_token_embeddings, say); call patch_model once more"
 _REPLICA = (
     "A patched model cannot run as a replica: torch.nn.DataParallel, which a Trainer uses where one process sees"
     " several devices, is not supported. Start one process a device, with `accelerate launch`."
@@ -154,7 +155,7 @@ def _deferring(model: PreTrainedModel, training: bool, stock: Any, inputs: dict[
 @torch.compiler.disable
 def _settled(model: PreTrainedModel, call: LossCall, output: Any) -> Any:
     """The output, with something in it for logits that were not formed; and the report corrected, where they were."""
-    if call.training and (call.fallback is not None or not call.loss_computed):
+    if call.training and (call.fallback is not None or not call.loss_computed or not call.sources):
         _leave_head_alone(model, call)
     if isinstance(output, tuple):
         return tuple(value.settled() if isinstance(value, DeferredLogits) else value for value in output)
@@ -210,4 +211,5 @@ def _leave_head_alone(model: PreTrainedModel, call: LossCall) -> None:
             f"vocab.label_smoothing={config.label_smoothing} and vocab.z_loss={config.z_loss} cannot be applied to"
             f" {type(model).__name__}, which does not call its loss_function; set both to 0."
         )
-    model.longmoe.leave_head_alone(call.fallback or "the model computes its loss without calling its LM head")
+    reason = _NEW_HEAD if call.loss_computed else "the model computes its loss without calling its LM head"
+    model.longmoe.leave_head_alone(call.fallback or reason)

@@ -26,7 +26,16 @@ from hf_longmoe.integrations.transformers.token_values import asked
 from hf_longmoe.integrations.transformers.tp_head import Divided, stock_forward
 from hf_longmoe.schedules.vocab import linear_cross_entropy, ring_tile, tile_rows
 
-__all__ = ["TiledLoss", "head_report", "head_rows", "patch_head", "restore_head", "ring_rows"]
+__all__ = [
+    "TiledLoss",
+    "head_forward",
+    "head_report",
+    "head_rows",
+    "is_patched",
+    "patch_head",
+    "restore_head",
+    "ring_rows",
+]
 
 
 def head_rows(model: PreTrainedModel, lm_head: nn.Linear, config: VocabConfig, rank: int = 0) -> int:
@@ -92,8 +101,13 @@ def patch_head(
     """`heads`: one, or with an adapter library's copies of it."""
     for lm_head in heads:
         lm_head.longmoe_head = HeadSettings(gathered_until_backward(model, lm_head), divided, stock_forward(lm_head))
-        lm_head.forward = MethodType(_head_forward, lm_head)
+        lm_head.forward = MethodType(head_forward, lm_head)
     model.loss_function = TiledLoss(config, model.loss_function, vars(model).get("_loss_function"))
+
+
+def is_patched(model: PreTrainedModel) -> bool:
+    """Whether its LM head, or what an adapter wraps there, is one that `patch_head` has patched."""
+    return any("longmoe_head" in vars(module) for module in model.get_output_embeddings().modules())
 
 
 def restore_head(model: PreTrainedModel) -> None:
@@ -101,8 +115,9 @@ def restore_head(model: PreTrainedModel) -> None:
         if (adapters := vars(module).get("longmoe_head_adapters")) is not None:
             adapters.remove()
         settings: HeadSettings | None = vars(module).pop("longmoe_head", None)
-        if settings is not None:
-            vars(module).pop("forward", None)
+        # Where something else has been put there since (TRL's `cast_lm_head_to_fp32`), that stays.
+        if settings is not None and getattr(vars(module).get("forward"), "__func__", None) is head_forward:
+            del module.forward
             if settings.stock is not None:
                 module.forward = settings.stock
     loss = vars(model).get("_loss_function")
@@ -113,8 +128,11 @@ def restore_head(model: PreTrainedModel) -> None:
 
 
 @torch.compiler.disable
-def _head_forward(self: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
-    call, settings = current_call(), self.longmoe_head
+def head_forward(self: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
+    """A patched head's: deferred logits where a loss is computed."""
+    call, settings = current_call(), vars(self).get("longmoe_head")
+    if settings is None:  # by somebody's wrapper, which has outlived the patch
+        return type(self).forward(self, hidden_states)
     gathered = settings.gathered or keeps_gathered(self)
     if call is not None and (reason := _not_deferred(self, hidden_states)):
         call.fallback, call = reason, None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 
+from hf_longmoe.integrations.transformers.by_token import is_adapter
 from hf_longmoe.schedules.dispatch import Block, GatedMLP, ModelKernel
 
 __all__ = ["OwnBlock", "ReplacedForward", "own_block"]
@@ -95,9 +96,15 @@ def _llama4(experts: nn.Module) -> tuple[Block, Params]:
 
 
 def _llama4_forward(
-    experts: nn.Module, run: Run, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    experts: nn.Module,
+    run: Run,
+    hidden: torch.Tensor,
+    index: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A row is a token of its own here, `[T * k, H]`: its weight is in its input (k is 1 in all models there are)."""
+    if index is None:  # by the stock block
+        return type(experts).forward(experts, hidden)
     rows = (hidden.unsqueeze(1) * weights.unsqueeze(2)).flatten(0, 1)
     index = index.reshape(-1, 1)
     return run(rows, index, torch.ones_like(index, dtype=rows.dtype)).view(*weights.shape, -1).sum(1)
@@ -105,6 +112,8 @@ def _llama4_forward(
 
 def _llama4_block(block: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An expert of a zero input gives zero, and zero gradients: those not chosen need not run."""
+    if is_adapter(block.experts):  # put on after the patch: the experts then run as they are
+        return type(block).forward(block, hidden_states)
     hidden = hidden_states.reshape(-1, block.hidden_dim)
     scores, logits = block.router(hidden)
     index = scores.detach().topk(block.top_k, dim=1).indices

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -28,6 +29,7 @@ from hf_longmoe.integrations.transformers.forward import patch_forward, restore_
 from hf_longmoe.integrations.transformers.head import (
     head_report,
     head_rows,
+    is_patched,
     patch_head,
     restore_head,
     ring_rows,
@@ -52,6 +54,7 @@ class Patch:
     config: LongMoEConfig
     entries: list[Entry] = field(default_factory=list)
     head: str | None = None  # the name of the patched LM head
+    head_left: bool = False  # since a call has shown that its schedule cannot be used
     ring: Ring | None = None  # of a head whose weight stays divided
     router_loss: RouterLoss | None = None
     launch_checked: bool = False
@@ -77,6 +80,7 @@ class Patch:
 
     def leave_head_alone(self, reason: str) -> None:
         """Corrects the report once a call has shown that the head's schedule cannot be used."""
+        self.head_left = True
         entry = Entry(self.head, "vocab", None, reason)
         if entry not in self.entries:
             logger.warning(f"{entry}: the stock loss is used, and its memory is not bounded.")
@@ -103,7 +107,9 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
     config = LongMoEConfig() if config is None else config
     target = causal_lm(model)
     before: Patch | None = vars(target).get("longmoe")
-    if before is not None and before.config == config:
+    # Of a head that is another now, or that another adapter wraps.
+    anew = before is not None and before.head is not None and (before.head_left or not is_patched(target))
+    if before is not None and before.config == config and not anew:
         adopt_adapters(before)
         return model
     check_model(model, target, config)
@@ -142,7 +148,11 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     if patch is not None:
         for handle in patch.handles:
             handle.remove()
+        hooks = {handle.id for handle in patch.handles if isinstance(handle, RemovableHandle)}
         for module in target.modules():
+            for known in (module._forward_pre_hooks, module._forward_hooks):  # of copies: PEFT's `modules_to_save`
+                for hook in hooks & known.keys():
+                    del known[hook]
             if "longmoe_ep_forward" in vars(module):
                 uninstall(module)
             elif "longmoe_schedule" in vars(module):

@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_longmoe.config import LongMoEConfig
 from hf_longmoe.integrations.ringmaster import check_ringmaster
+from hf_longmoe.integrations.transformers.by_token import why_not_by_token
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.schedules.wire import GroupWire
 
@@ -183,6 +184,4 @@ def why_left_alone(
             return f"its weights are quantised ({param_name} is {param.dtype}); load it in bf16"
         if is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor):
             return f"its weights are quantised ({param_name} is a {type(param).__name__}); load it in bf16"
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
-        return "it has dropout, which a second run in backward would draw anew"
-    return None
+    return why_not_by_token(module)

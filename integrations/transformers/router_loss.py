@@ -6,6 +6,8 @@ capture is switched off for the call, a hook on each router reduces its logits a
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +30,12 @@ class RouterLoss:
     One model's auxiliary loss.
 
     Arguments:
-        routers: the router modules, whose output's element `index` is the logits, `[T, E]`.
+        model: whose it is.
+        index: of the logits, `[T, E]`, in a router's output.
         num_experts, top_k: as the model passes them to `load_balancing_loss_func`.
     """
 
+    model: PreTrainedModel = field(repr=False, compare=False)
     index: int
     num_experts: int
     top_k: int
@@ -39,6 +43,14 @@ class RouterLoss:
     mask: torch.Tensor | None = None
     ranks: Wire | None = None
     sums: list[RouterSums] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RouterLoss:
+        """With its model. A router alone is copied by PEFT (`modules_to_save`), and the copy's logits belong here."""
+        if id(self.model) not in memo:
+            return self
+        values = {f.name: copy.deepcopy(getattr(self, f.name), memo) for f in dataclasses.fields(self)}
+        memo[id(self)] = RouterLoss(**values)
+        return memo[id(self)]
 
     def start(self, attention_mask: torch.Tensor | None, ranks: Wire | None = None) -> None:
         """
@@ -79,7 +91,7 @@ def router_loss_of(model: PreTrainedModel) -> tuple[RouterLoss, list[nn.Module]]
     recorder = recorders[0]
     target, index = (recorder.target_class, recorder.index) if isinstance(recorder, OutputRecorder) else (recorder, 0)
     routers = [m for m in model.modules() if isinstance(m, target)]
-    return (RouterLoss(index, *sizes[:2]), routers) if routers else None
+    return (RouterLoss(model, index, *sizes[:2]), routers) if routers else None
 
 
 def _records(module: nn.Module) -> bool:

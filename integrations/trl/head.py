@@ -9,17 +9,20 @@ runs, so that scales and soft caps are the model's own, and the caps are those o
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
+from hf_longmoe.integrations.transformers.head import head_forward
 from hf_longmoe.integrations.transformers.patch import patch_model
-from hf_longmoe.integrations.transformers.token_values import TokenCall, asking
+from hf_longmoe.integrations.transformers.token_values import TokenCall, asked, asking
 
 __all__ = ["bound_head"]
 
@@ -62,14 +65,22 @@ def bound_head(trainer: Trainer) -> None:
         float32=getattr(trainer.args, "cast_lm_head_to_fp32", False),
     )
     _bind(model, _outputs(trainer), **options)
+    _take_over(model.get_output_embeddings())
     if model.longmoe.ring is not None:
         entries = model.longmoe.entries
         model.longmoe.entries = [replace(e, note=_GATHERED) if e.component == "vocab" else e for e in entries]
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, nn.Module):
-        if "longmoe" not in vars(causal_lm(reference)):
+        reference = causal_lm(reference)
+        lm_head = reference.get_output_embeddings()
+        if "longmoe" not in vars(reference):
+            if (theirs := _cast(lm_head)) is not None:
+                del lm_head.forward
             patch_model(reference, model.longmoe.config)
-        _bind(causal_lm(reference), (), **options)
+            if theirs is not None:
+                lm_head.forward = theirs
+        _bind(reference, (), **options)
+        _take_over(lm_head)
 
 
 def _outputs(trainer: Trainer) -> tuple[str, ...]:
@@ -101,6 +112,27 @@ def _bind(model: PreTrainedModel, outputs: tuple[str, ...], temperature: float, 
     forward.__doc__ = type(model).forward.__doc__
     forward.longmoe_outputs, forward.longmoe_forward = outputs, ()
     model.forward = MethodType(forward, model)
+
+
+def _cast(lm_head: nn.Module) -> Callable | None:
+    """The forward that TRL has put on a head for `cast_lm_head_to_fp32`."""
+    forward = vars(lm_head).get("forward")
+    return forward if getattr(forward, "__qualname__", "").endswith(".cast_forward_to_fp32") else None
+
+
+def _take_over(lm_head: nn.Module) -> None:
+    """Has that forward run for all calls but those for values."""
+    theirs = _cast(lm_head)
+    if theirs is None or "longmoe_head" not in vars(lm_head):
+        return
+
+    def forward(self: nn.Linear, hidden_states: torch.Tensor) -> torch.Tensor:
+        if asked() is None or "longmoe_head" not in vars(self):
+            return theirs(hidden_states)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return head_forward(self, hidden_states.float())
+
+    lm_head.forward = MethodType(forward, lm_head)
 
 
 def _bounded(model: PreTrainedModel) -> bool:

@@ -89,6 +89,10 @@ def test_a_place_is_that_of_the_next_block_and_survives_json(packing):
         if count == 59:
             assert tokenizer.encoded < sum(map(len, texts)), "it has read up to the place"
         assert other.state_dict()["blocks"] == 60
+    other.load_state_dict(places[7], thrown_away=2)
+    first, second = (list(islice(other, count)) for count in (3, 1))
+    assert [len(block["input_ids"]) for block in first] == [1, 1, 11] and first[2] == blocks[7]
+    assert second == blocks[:1] and other.state_dict()["blocks"] == 1, "a second training would begin there again"
     with pytest.raises(ValueError, match=r"blocks=99: .* 59 to 60"):
         other.load_state_dict(places[58])
         list(islice(other, 2))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_longmoe.schedules.dispatch.clone import bare_clone
+from hf_longmoe.schedules.dispatch.clone import clone_as_it_is
 from hf_longmoe.schedules.dispatch.plan import rows
 from hf_longmoe.schedules.nodes import save_and_run
 from hf_longmoe.schedules.numerics import accumulation_dtype
@@ -60,10 +60,9 @@ class TokenTiles:
 class _Call:
     def __init__(self, tiles: TokenTiles, module: nn.Module, names: Sequence[str], size: int) -> None:
         self.output_saved_after = tiles.output_saved_after
-        self.module, self.names, self.size = module, names, size
+        self.module, self.names, self.size = clone_as_it_is(module), names, size
 
     def _run(self, x: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        clone = bare_clone(self.module)
         device = x.device.type
         # Each tile of a backward has leaves of its own: autocast's cache would keep a cast copy of every tile's.
         with torch.autocast(
@@ -72,7 +71,7 @@ class _Call:
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=False,
         ):
-            return torch.func.functional_call(clone, dict(zip(self.names, params, strict=True)), (x,))
+            return torch.func.functional_call(self.module, dict(zip(self.names, params, strict=True)), (x,))
 
     def tiles(self, tokens: int) -> Iterable[slice]:
         tiles = [slice(start, min(start + self.size, tokens)) for start in range(0, tokens, self.size)]

@@ -97,7 +97,7 @@ class OffloadStreamAdamW(torch.optim.Optimizer):
         names = ("lr", "betas", "eps", "weight_decay")
         streaming = cls(optimizer.param_groups, **{name: optimizer.defaults[name] for name in names}, **caps)
         streaming.param_groups, streaming.defaults = optimizer.param_groups, {**optimizer.defaults, SHARE: None}
-        streaming.state.update(optimizer.state)
+        streaming._state.update(optimizer.state)
         optimizer.state = defaultdict(dict)
         for name, value in vars(optimizer).items():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):

@@ -1,6 +1,8 @@
 """Lightning's Trainer and Fabric: the losses of stock runs, peaks in the loggers, boundaries and state on the host."""
 
+import copy
 import csv
+import pickle
 
 import pytest
 import torch
@@ -122,6 +124,10 @@ def test_what_is_refused(build, tmp_path):
     callback = LongMoECallback(caps())
     with pytest.raises(ValueError, match="LongMoECallback does not run under FSDPStrategy; use ddp"):
         callback.setup(type("Under", (), {"strategy": FSDPStrategy.__new__(FSDPStrategy)}), None, "fit")
+    for hook in ("setup", "configure_model"):
+        late = type("Late", (Module,), {hook: lambda self, stage=None: self.__setattr__("model", small(build))})
+        with pytest.raises(ValueError, match="Late holds no Transformers model yet; make it in __init__"):
+            fit(late(None, torch.optim.AdamW), tmp_path, [callback])
     model = small(build)
     with LongMoESchedules(caps()).install(model) as schedules:
         pass
@@ -177,3 +183,19 @@ def test_the_state_stays_on_the_host_when_lightning_moves_it():
         optimizer.load_state_dict(saved)
         _optimizers_to_device([optimizer], torch.device("meta"))
         assert optimizer.state[parameter]["exp_avg"].device.type == device
+
+
+def test_the_state_goes_with_a_copy_and_comes_from_a_plain_adamw():
+    parameter = torch.nn.Parameter(torch.ones(8))
+    plain = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(8)
+    plain.step()
+    want = plain.state[parameter]["exp_avg"].clone()
+    optimizer = LightningAdamW.from_adamw(plain)
+    for one in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        (values,) = one.state.values()
+        assert torch.equal(values["exp_avg"], want) and values["step"] == 1
+        (parameter,) = one.param_groups[0]["params"]
+        parameter.grad = torch.ones(8)
+        one.step()
+        assert one.state[parameter]["step"] == 2

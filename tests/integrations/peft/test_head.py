@@ -57,3 +57,36 @@ def test_no_logits_are_formed(build, batch, caps, lora, step, assert_same, monke
     assert_same(step(model, batch), want)
     assert shapes and 101 not in shapes
     assert any(entry.component == "vocab" and "LoRA (r=3)" in entry.note for entry in model.longmoe.entries)
+
+
+def test_a_tied_head_that_is_copied_after_the_patch_is_taken_over(build, batch, caps, lora, step, assert_same):
+    """PEFT makes it anew for the embeddings' copy."""
+
+    def small():
+        return build("mixtral", torch.float32, tie_word_embeddings=True)
+
+    options = dict(target_modules=["q_proj"], target_parameters=None, modules_to_save=["embed_tokens"])
+    stock, model = (lora(m, ensure_weight_tying=True, **options) for m in (small(), patch_model(small(), caps())))
+    want = step(stock, batch)
+    for schedule in (None, "tiles"):
+        assert_same(step(model, batch), want, tolerance=2e-5)
+        assert [e.schedule for e in model.longmoe.entries if e.component == "vocab"] == [schedule]
+        patch_model(model, caps())
+
+
+def test_a_second_adapter_is_taken_over_by_another_patch_and_the_report_says_so(
+    build, batch, caps, lora, step, assert_same
+):
+    model = lora(patch_model(build("mixtral"), caps()), **HEAD)
+    step(model, batch)
+    model, stock = lora(model.unload(), **HEAD), lora(build("mixtral"), **HEAD)
+    step(model, batch)
+
+    def note():
+        return next(entry.note for entry in model.longmoe.entries if entry.component == "vocab")
+
+    assert "applies 'add' to its logits" in note()
+    patch_model(model, caps())
+    assert "LoRA (r=3)" in note()
+    assert_same(step(model, batch), step(stock, batch, stock=True))
+    assert "LoRA (r=3)" in note()

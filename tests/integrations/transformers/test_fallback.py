@@ -254,3 +254,22 @@ def test_encoder_decoders_with_a_loss_of_their_own(batch, gradients, assert_same
     assert torch.equal(got.loss, want.loss) and torch.equal(got.logits, want.logits)
     assert_same(gradients(model, got.loss), grads, tolerance=0)
     assert head_entry(model).schedule is None and head_entry(model).note.startswith("the model applies '")
+
+
+def test_a_head_that_is_new_since_the_patch_is_reported_and_taken_over(build, tiny, batch, formed):
+    """`resize_token_embeddings` makes one."""
+    model = patch_model(build("mixtral", torch.float32), tiny)
+    for _ in range(2):
+        model.resize_token_embeddings(101, mean_resizing=False)  # the same size: nothing new
+        model(**batch)
+        assert not formed and head_entry(model).schedule == "tiles"
+    model.resize_token_embeddings(110, mean_resizing=False)
+    loss = model(**batch).loss
+    assert head_entry(model).schedule is None and "calls another than was patched" in head_entry(model).note
+    patch_model(model, tiny)
+    output = model(**batch)
+    assert head_entry(model).schedule == "tiles"
+    torch.testing.assert_close(output.loss, loss, rtol=1e-6, atol=0)
+    with pytest.raises(RuntimeError, match="logits of a training step are not formed"):
+        output.logits.sum()
+    assert not any("longmoe_head" in vars(m) for m in unpatch_model(model).modules())

@@ -1,5 +1,7 @@
 """Preferences and rewards: log-probabilities of DPO and GRPO through the head, the reference model's too."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -7,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from hf_longmoe import DispatchConfig, LongMoEConfig, VocabConfig, patch_model
+from hf_longmoe import DispatchConfig, LongMoEConfig, VocabConfig, patch_model, unpatch_model
 from hf_longmoe.integrations.transformers.token_values import TokenCall
 from hf_longmoe.integrations.trl import LongMoEDPOTrainer, LongMoETRLMixin, head
 
@@ -45,11 +47,13 @@ def test_dpo_logs_what_the_stock_trainer_logs(
         assert model.forward.longmoe_outputs[-1] == "log_sum_sq_probs"
 
 
-def test_grpo_with_an_entropy_bonus(build_small, tiny, rows, tokenizer, given, logged, assert_same_logs):
-    """Whose gradient goes through the entropy; with a temperature, and a reference model."""
+@pytest.mark.parametrize("cast", [False, True])
+def test_grpo_with_an_entropy_bonus(build_small, tiny, rows, tokenizer, given, logged, assert_same_logs, cast):
+    """Whose gradient goes through the entropy; with a temperature, and a reference model; a head in float32 too."""
     arguments = dict(
         num_generations=2, max_completion_length=6, temperature=0.7, entropy_coef=0.1, beta=0.1, num_iterations=2
     )
+    arguments["cast_lm_head_to_fp32"] = cast
     logs = []
     for patched in (False, True):
         model = build_small()
@@ -67,6 +71,40 @@ def test_grpo_with_an_entropy_bonus(build_small, tiny, rows, tokenizer, given, l
         logs.append(logged(trainer))
     assert logs[0][0]["entropy"] > 0 and logs[0][0]["grad_norm"] > 0
     assert_same_logs(logs[1], logs[0])
+    assert all(entry.schedule is not None for entry in model.longmoe.entries)
+
+
+def test_a_head_in_float32_of_a_model_and_its_reference(build, tiny, batch_of):
+    """TRL's forward of it stays, for all other calls; in a model that is in bfloat16 otherwise."""
+
+    class Trainer:
+        accelerator = SimpleNamespace(parallelism_config=None)
+        args = SimpleNamespace(cast_lm_head_to_fp32=True)
+
+    def cast(model):
+        lm_head = model.lm_head.float()
+
+        def cast_forward_to_fp32(hidden_states):  # as TRL's
+            return torch.nn.functional.linear(hidden_states.float(), lm_head.weight)
+
+        lm_head.forward = cast_forward_to_fp32
+        add_fused_lm_head(model, cast_lm_head_to_fp32=True, outputs=("log_probs", *head._NAMES))
+        return model
+
+    stock = cast(build("granitemoe", dtype=torch.bfloat16))
+    trainer = Trainer()
+    trainer.model = cast(patch_model(build("granitemoe", dtype=torch.bfloat16), tiny))
+    trainer.ref_model = cast(build("granitemoe", dtype=torch.bfloat16))
+    head.bound_head(trainer)
+    want = stock(**batch_of, fused_lm_head=True)
+    for model in (trainer.model, trainer.ref_model):
+        got = model(**batch_of, fused_lm_head=True)
+        assert all(entry.schedule is not None for entry in model.longmoe.entries)
+        torch.testing.assert_close(got.log_probs, want.log_probs, rtol=2e-2, atol=2e-2)
+        assert got.log_probs.dtype == torch.float32
+        logits = model(batch_of["input_ids"]).logits
+        unpatch_model(model)
+        assert model(batch_of["input_ids"]).logits.dtype == logits.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "gemma2"])
@@ -93,6 +131,7 @@ def test_the_answer_is_TRL_s_own(build, tiny, batch_of, family, temperature):
         (output.log_probs * output.entropy).sum().backward()  # a gradient to both
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         answers.append((output, gradients))
+    assert all(entry.schedule is not None for entry in model.longmoe.entries)  # and it was not TRL that answered
     (stock, stock_gradients), (ours, our_gradients) = answers
     assert ours.keys() == stock.keys()
     for name, value in stock.items():
