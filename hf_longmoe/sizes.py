@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "format_tokens", "parse_bytes", "parse_tokens"]
+__all__ = ["TooSmall", "format_bytes", "format_tokens", "parse_bytes", "parse_tokens"]
+
+
+class TooSmall(ValueError):
+    """A budget is below the least that a schedule can work with; the message says what would do."""
+
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):

@@ -218,6 +218,7 @@ def _model(
     _share_experts(model, layout.ep_size)
     if patched is not None:
         patch_model(model, patched)
+        model.longmoe.launch_checked = True  # it is one rank alone, whatever this process was launched for
         if fake:
             _balance(model)
     return model

@@ -68,7 +68,7 @@ class Patch:
         unpatch_model(self.model)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.entries))
+        return "\n".join(map(str, self.entries)) or "no caps for dispatch and vocab: nothing is patched"
 
     def adapted(self, before: str, name: str, adapters: Any) -> None:
         """A module of the report has another name since adapters wrap it; a string says why it is left alone."""
@@ -93,7 +93,8 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
 
     Arguments:
         model: a `PreTrainedModel` causal LM, or a DDP, PEFT or compiled wrapper of one.
-        config: the caps; the defaults if not given. A part that is `None` is left as it is.
+        config: the caps; the defaults if not given. A part that is `None` is left as it is, and all of the model if
+            both `dispatch` and `vocab` are.
 
     Returns:
         The same object, patched in place: `state_dict`, `save_pretrained` and `generate` work as before, and
@@ -125,6 +126,9 @@ def patch_model(model: nn.Module, config: LongMoEConfig | None = None) -> nn.Mod
 
 def _patch(target: PreTrainedModel, config: LongMoEConfig) -> None:
     patch = Patch(target, config)
+    if config.dispatch is None and config.vocab is None:  # a plan's, say, of a model that fits as it is
+        target.longmoe = patch
+        return
     family = family_of(target.config.get_text_config().model_type)
     actions = [*plan_dispatch(patch, family), *_plan_head(patch, family)]
     if not actions:

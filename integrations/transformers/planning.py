@@ -22,7 +22,7 @@ from hf_longmoe.planner.plan import STEP, Plan
 from hf_longmoe.planner.predict import Prediction, predict
 from hf_longmoe.planner.shape import Layout, ModelShape
 from hf_longmoe.planner.verification import Verification, compare
-from hf_longmoe.sizes import format_bytes, format_tokens, parse_bytes, parse_tokens
+from hf_longmoe.sizes import TooSmall, format_bytes, format_tokens, parse_bytes, parse_tokens
 
 __all__ = ["DoesNotFit", "Planner", "caps_for", "plan"]
 
@@ -191,7 +191,7 @@ class Planner:
             return self.unbounded(layout).total
         try:
             return self.scheduled(caps, layout, most=True).total
-        except ValueError:
+        except TooSmall:
             return None
 
     def choose(self, limit: int, layout: Layout | None = None) -> tuple[LongMoEConfig, int]:

@@ -35,7 +35,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, **optio
     The causal LM of a config, in training mode; of a multimodal one its text part, where that is a model of its own.
 
     Arguments:
-        config: is copied.
+        config: is copied; how a model that was sharded at load is divided is left out.
         dtype: of the parameters.
         options: of `_from_config`, e.g. `attn_implementation`.
 
@@ -44,6 +44,8 @@ def build(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16, **optio
     """
     whole = copy.deepcopy(config)
     text = whole.get_text_config()
+    for part in (whole, text):
+        vars(part).pop("distributed_config", None)
     for found, known in (
         (text, MODEL_FOR_CAUSAL_LM_MAPPING),
         (whole, MODEL_FOR_CAUSAL_LM_MAPPING),

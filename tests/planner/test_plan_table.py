@@ -1,10 +1,15 @@
 """A plan for people, the lines that use it, its curves, and a prediction beside a measurement."""
 
+import ast
+import inspect
 import io
 import json
 from types import SimpleNamespace
 
 import pytest
+from accelerate.utils import ParallelismConfig
+from transformers import TrainingArguments
+from transformers.distributed import DistributedConfig
 
 from hf_longmoe import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
 from hf_longmoe.peaks import ComponentPeak, PeakReport
@@ -17,6 +22,7 @@ from hf_longmoe.planner.table import print_comparison, print_plan, print_verific
 from hf_longmoe.planner.verification import Row, Verification, compare, off
 
 MIB, GIB = 2**20, 2**30
+KNOWN = {kind.__name__: kind for kind in (DistributedConfig, ParallelismConfig, TrainingArguments)}
 SHAPE = ModelShape(
     model_type="tiny",
     hidden=4,
@@ -174,16 +180,36 @@ def test_the_python_lines_give_the_same_caps(config):
     assert any(line.startswith("LongMoEPlugin(config).install(") for line in lines) == offloads
 
 
-@pytest.mark.parametrize("config", [CAPS, GIVEN, LongMoEConfig()])
-def test_the_launch_line_gives_the_same_caps(config, monkeypatch):
-    words = launch_line(plan_of(config)).split()
-    for word in words[: words.index("accelerate")]:
-        name, sign, value = word.partition("=")
-        assert name.startswith("LONGMOE_") and sign
-        monkeypatch.setenv(name, value)
-    read = LongMoEConfig()
-    for name in ("dispatch", "vocab", "boundaries", "optimizer"):
-        assert getattr(config, name) in (None, getattr(read, name))
+def calls(lines):
+    """`{name: keyword arguments}` of the calls, each of which the class has."""
+    found = {}
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in KNOWN:
+            inspect.signature(KNOWN[node.func.id]).bind_partial(**{word.arg: None for word in node.keywords})
+            values = {word.arg: word.value for word in node.keywords if not isinstance(word.value, ast.Call)}
+            found[node.func.id] = {name: ast.literal_eval(value) for name, value in values.items()}
+    return found
+
+
+def test_several_ranks_are_given_what_divides_the_model_and_what_the_step_is_of():
+    layout = dict(world_size=8, ep_size=4, cp_size=2, micro_batch=3, parameter_dtype="float32")
+    lines = python_lines(plan_of(CAPS, **layout, checkpointing="reentrant"), "80GiB")
+    head = {"fsdp_plan": {"lm_head": "free_full_weight"}} if CAPS.vocab is not None else {}
+    assert calls(lines) == {
+        "DistributedConfig": {"fsdp_size": 8, "ep_size": 4, "ep_implementation": "pipelined_llep", **head},
+        "TrainingArguments": {
+            "per_device_train_batch_size": 3,
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"use_reentrant": True},
+            "bf16": True,
+        },
+        "ParallelismConfig": {"cp_size": 2, "dp_shard_size": 4},
+    }
+    assert lines[-1].startswith("LongMoEPlugin(config).install(trainer.accelerator)")
+    assert any("LongMoETrainer(model=model, args=args" in line for line in lines)
+    tiles = LongMoEConfig(dispatch=None, vocab=VocabConfig(budget="1MiB", schedule="tiles"), boundaries=None)
+    found = calls(python_lines(plan_of(tiles, world_size=8, checkpointing="off")))
+    assert found == {"DistributedConfig": {"fsdp_size": 8}, "TrainingArguments": {"per_device_train_batch_size": 1}}
 
 
 def test_the_launch_line_of_several_machines():

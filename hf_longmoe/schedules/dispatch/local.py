@@ -77,7 +77,8 @@ class LocalDispatch:
 
     def rows(self, x: torch.Tensor, block: Block, params: Sequence[torch.Tensor]) -> int:
         """Rows of a wave at most; raises as `__call__` does."""
-        return rows(self.budget - self._accumulator(x), block.bytes_per_row(x.shape[-1], params))
+        share = 1 if x.dtype == accumulation_dtype(x.dtype) else 2
+        return rows(self.budget, block.bytes_per_row(x.shape[-1], params), share=share)
 
     def _accumulator(self, x: torch.Tensor) -> int:
         return 0 if x.dtype == accumulation_dtype(x.dtype) else self.budget // 2

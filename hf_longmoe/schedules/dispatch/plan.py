@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_longmoe.schedules.rehearsal import each
+from hf_longmoe.sizes import TooSmall
 
 __all__ = ["MIN_ROWS", "Segment", "Wave", "plan_waves", "rows", "shown_waves"]
 
@@ -51,7 +52,7 @@ class Wave:
         return range(self.segments[0].expert, self.segments[-1].expert + 1)
 
 
-def rows(budget: int, bytes_per_row: int, *, what: str = "dispatch.budget") -> int:
+def rows(budget: int, bytes_per_row: int, *, share: int = 1, what: str = "dispatch.budget") -> int:
     """
     The rows (or tokens, for a token-wise module) that `budget` bytes hold.
 
@@ -60,16 +61,17 @@ def rows(budget: int, bytes_per_row: int, *, what: str = "dispatch.budget") -> i
     Arguments:
         budget: bytes.
         bytes_per_row: bytes of one row in flight in the direction that needs most (see `blocks.py`).
+        share: one part of so many of `budget` is for rows.
         what: the argument that an error names.
 
     Raises:
-        `ValueError`: the budget holds fewer than `MIN_ROWS` rows.
+        `TooSmall` (a `ValueError`): the budget holds fewer than `MIN_ROWS` rows.
     """
-    count = budget // bytes_per_row
+    count = -(-budget // share) // bytes_per_row
     if count < MIN_ROWS:
-        raise ValueError(
+        raise TooSmall(
             f"{what}={budget} bytes is below one wave of {MIN_ROWS} rows; "
-            f"a row takes {bytes_per_row} bytes here, so give at least {MIN_ROWS * bytes_per_row}."
+            f"a row takes {share * bytes_per_row} bytes here, so give at least {share * MIN_ROWS * bytes_per_row}."
         )
     return count
 

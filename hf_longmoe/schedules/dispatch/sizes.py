@@ -11,6 +11,7 @@ from hf_longmoe.schedules.dispatch.blocks import Block
 from hf_longmoe.schedules.dispatch.exchange import ExchangeCaps
 from hf_longmoe.schedules.dispatch.plan import MIN_ROWS
 from hf_longmoe.schedules.numerics import accumulation_dtype
+from hf_longmoe.sizes import TooSmall
 
 __all__ = ["PipelineSizes", "pipeline_sizes"]
 
@@ -73,7 +74,7 @@ def pipeline_sizes(
         imbalance: experts are lent where the largest load of a rank is at least this many times the mean.
 
     Raises:
-        `ValueError`: the budget is below a wave of a few rows.
+        `TooSmall` (a `ValueError`): the budget is below a wave of a few rows.
     """
     size, total = params[0].element_size(), accumulation_dtype(dtype)
     half = dtype != total
@@ -101,7 +102,7 @@ def pipeline_sizes(
     if free < smallest:
         needed = smallest * (2 if half else 1)
         needed = -(-needed * 4 // 3) + 4 if span is not None else needed
-        raise ValueError(
+        raise TooSmall(
             f"dispatch.budget={budget} bytes is below one wave of {least} rows on {ranks} ranks; a row takes"
             f" {wire + compute} bytes here, so give at least {needed}."
         )

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hf_longmoe.schedules.optimizer.arena import ALIGN, Arena, Entry, padded
+from hf_longmoe.sizes import TooSmall
 
 __all__ = ["BOTH_WAYS", "ONE_WAY", "Bucket", "Cuts", "Piece", "Run", "capacity", "cut", "interleave", "split"]
 
@@ -75,7 +76,7 @@ def capacity(nbytes: int, each: int) -> int:
     """
     found = (nbytes - _SCALAR) // each // ALIGN * ALIGN
     if found < ALIGN:
-        raise ValueError(f"bucket={nbytes} bytes is too small; give at least {ALIGN * each + _SCALAR} bytes.")
+        raise TooSmall(f"bucket={nbytes} bytes is too small; give at least {ALIGN * each + _SCALAR} bytes.")
     return found
 
 

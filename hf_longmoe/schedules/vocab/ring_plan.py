@@ -10,7 +10,7 @@ import torch
 
 from hf_longmoe.schedules.numerics import accumulation_dtype
 from hf_longmoe.schedules.vocab.rows import SMALLEST_TILE
-from hf_longmoe.sizes import format_bytes, parse_bytes
+from hf_longmoe.sizes import TooSmall, format_bytes, parse_bytes
 
 __all__ = ["TRAVELS", "RingPlan", "choose_travel", "ring_beside_bytes", "ring_bytes", "ring_tile"]
 
@@ -111,7 +111,7 @@ def ring_tile(budget: int | str, hidden_size: int, *, dtype: torch.dtype, keep_l
         return n * n * square + n * line
 
     if needs(SMALLEST_TILE) > given:
-        raise ValueError(
+        raise TooSmall(
             f"vocab.budget={given} ({format_bytes(given)}) is too small: a block of {SMALLEST_TILE} tokens by"
             f" {SMALLEST_TILE} vocabulary entries needs {needs(SMALLEST_TILE)} bytes;"
             f' "{-(-needs(SMALLEST_TILE) // 2**10)}KiB" would work.'

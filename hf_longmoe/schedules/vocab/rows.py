@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_longmoe.schedules.numerics import accumulation_dtype
-from hf_longmoe.sizes import format_bytes, parse_bytes
+from hf_longmoe.sizes import TooSmall, format_bytes, parse_bytes
 
 __all__ = ["SMALLEST_TILE", "beside_bytes", "tile_bytes", "tile_rows"]
 
@@ -111,7 +111,7 @@ def tile_rows(
     rows = (given - fixed) // (needs(1) - fixed)
     if rows < SMALLEST_TILE:
         least = needs(SMALLEST_TILE)
-        raise ValueError(
+        raise TooSmall(
             f"vocab.budget={given} ({format_bytes(given)}) is too small: a tile of {SMALLEST_TILE} rows of "
             f"{vocab_size} logits of {str(dtype).removeprefix('torch.')} needs {least} bytes; "
             f'"{-(-least // 2**20)}MiB" would work.'

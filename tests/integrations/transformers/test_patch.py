@@ -146,6 +146,19 @@ def test_loading_weights_into_a_patched_model(build, batch):
     torch.testing.assert_close(model(**batch).loss.float(), other(**batch).loss, rtol=1e-6, atol=0)
 
 
+def test_no_caps_leave_a_model_as_it_is(build, batch):
+    """A plan's, of a model that fits as it is."""
+    model = build("mixtral")
+    clean, loss = state(model), model(**batch).loss
+    none = LongMoEConfig(dispatch=None, vocab=None, boundaries=None, optimizer=None)
+    assert patch_model(model, none) is model and "no caps" in str(model.longmoe)
+    assert torch.equal(model(**batch).loss, loss) and model(**batch).logits.shape[-1] == 101
+    patch_model(model)
+    assert str(model.longmoe.entries[0]).startswith("model.layers.0")
+    assert "no caps" in str(patch_model(model, none).longmoe)
+    assert state(unpatch_model(model)) == clean
+
+
 # -- nothing to patch ------------------------------------------------------------------------------------------------
 def test_an_encoder_of_images():
     model = AutoModelForImageClassification.from_config(ViTConfig(**_ENCODER, image_size=8, patch_size=4))

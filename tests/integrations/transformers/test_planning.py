@@ -7,6 +7,7 @@ import re
 
 import pytest
 from transformers import AutoConfig
+from transformers.distributed import DistributedConfig
 
 from hf_longmoe import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
 from hf_longmoe.integrations.transformers import planned_config, planning
@@ -69,6 +70,25 @@ def test_several_sequences(planner):
     assert found.total == pytest.approx(report.total, rel=0.01)
     for name in ("dispatch", "vocab", "boundaries", "gradients"):
         assert found.components[name] == pytest.approx(report.components[name].peak, rel=0.005), name
+
+
+def test_a_model_that_was_sharded_at_load_and_a_launch_that_shares_sequences_change_nothing(planner, monkeypatch):
+    config = copy.deepcopy(planner.config)
+    config.distributed_config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="pipelined_llep")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    found = Planner(config, planner.layout)
+    for way in ("at_most", "scheduled"):
+        assert getattr(found, way)(CAPS) == getattr(planner, way)(CAPS)
+    assert config.distributed_config is not None
+
+
+def test_only_a_cap_that_is_too_small_is_no_answer(planner, monkeypatch):
+    small = dataclasses.replace(CAPS, vocab=VocabConfig(budget="1KiB"))
+    assert planner.at_most(small) is None and planner.at_most(CAPS) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "predict", lambda *args: int("nothing"))
+        with pytest.raises(ValueError, match="invalid literal"):
+            planner.at_most(CAPS)
 
 
 # -- a rank in company -----------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """The one-rank schedule against a plain loop over experts, in float64."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_longmoe.schedules.dispatch.blocks import GatedMLP, ModelKernel
 from hf_longmoe.schedules.dispatch.local import LocalDispatch
 from hf_longmoe.schedules.replay import checkpoint_once
+from hf_longmoe.sizes import TooSmall
 
 
 class Experts(nn.Module):
@@ -227,11 +230,14 @@ def test_bfloat16_error_is_the_stock_paths(written_out, rows):
     assert (ratio[:3] <= 1.05).all() and (ratio[3:] <= (1.1 if split else 1.05)).all(), ratio
 
 
-def test_budget_below_a_wave_is_refused_before_any_work():
-    experts = Experts()
-    block, params = experts.block(True)
-    x = torch.randn(3, 8, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"^dispatch.budget=1000 bytes .* give at least \d+\.$"):
-        LocalDispatch(1000)(
-            x, torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2, dtype=torch.float64), block, params
-        )
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_budget_below_a_wave_is_refused_before_any_work_and_what_it_says_would_do_does(dtype):
+    block, params = Experts().block(True)
+    params = [param.detach().to(dtype) for param in params]
+    x, index, weights = torch.randn(3, 8).to(dtype), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2).to(dtype)
+    with pytest.raises(TooSmall, match=r"^dispatch.budget=100 bytes .* give at least \d+\.$") as caught:
+        LocalDispatch(100)(x, index, weights, block, params)
+    least = int(re.search(r"at least (\d+)", str(caught.value))[1])
+    assert LocalDispatch(least)(x, index, weights, block, params).isfinite().all()
+    with pytest.raises(TooSmall, match=f"^dispatch.budget={least - 2} bytes"):
+        LocalDispatch(least - 2)(x, index, weights, block, params)
