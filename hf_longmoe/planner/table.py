@@ -57,6 +57,9 @@ def print_verification(found: Verification, *, file: TextIO | None = None) -> No
     depths = " and ".join(map(str, found.depths))
     for way, rows in found.rows.items():
         _print_rows(rows, f"One rank alone, {way}: measured by fake steps of {depths} layers", file)
+    console_for(file).print(
+        "One rank alone: nothing is divided by FSDP2, gathered, exchanged or offloaded, as it is above."
+    )
 
 
 def print_comparison(predicted: Prediction, measured: PeakReport, *, file: TextIO | None = None) -> None:

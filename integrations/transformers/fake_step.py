@@ -139,7 +139,7 @@ def without_data(config: PreTrainedConfig, layout: Layout) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"config of model type {config.model_type!r}: this model cannot run without data ({error}); a fake step"
-            " needs experts that go through Transformers' experts interface."
+            " takes no model whose shapes depend on values (a loop over the experts that were hit, say)."
         ) from error
     except RuntimeError as error:
         problem = str(error).strip().splitlines()[0]
