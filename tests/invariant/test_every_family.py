@@ -38,7 +38,7 @@ def parameters():
             yield pytest.param(family, marks=[pytest.mark.exhaustive] if family in SLOW else [])
 
 
-@pytest.mark.parametrize("family", parameters())
+@pytest.mark.parametrize("family", list(parameters()))
 def test_exact(family):
     checked = check(family)
     assert checked.loss <= 1e-12
