@@ -13,9 +13,9 @@ import torch
 from hf_longmoe.peaks.region import COMPONENTS, OTHER, Region
 from hf_longmoe.peaks.report import ComponentPeak, PeakReport
 
-__all__ = ["TOTAL", "Context", "Ledger", "Moment", "Runs"]
+__all__ = ["OWN", "TOTAL", "Context", "Ledger", "Moment", "Runs"]
 
-TOTAL = "total"
+TOTAL, OWN = "total", "own"
 
 # The region and the phase in which a storage appears.
 Context = tuple[Region, str]
@@ -29,7 +29,9 @@ class Moment(NamedTuple):
         highs: the highest of each.
         levels: of each, all of them when it was highest, the first time and the last, by `"dispatch, first"` and so on
             (of those times, also the ones with most of `layer`: kinds of layers may differ in this alone); and when
-            their sum was, by `TOTAL`. (At another depth or length the sum may be highest at another moment.)
+            their sum was, by `TOTAL`. (At another depth or length the sum may be highest at another moment.) And, by
+            `OWN`, where a visit of what is at work had risen most from its lowest: what a schedule takes is in that,
+            and perhaps not in the highest, which may be what it found when it began (see `_Visits`).
     """
 
     highs: dict[str, int]
@@ -196,11 +198,14 @@ def _moments(
     for entry, nbytes in resident:
         live[entry.component] += nbytes
     moments = {("resident", OTHER): Moment(dict(live), {"all along": dict(live)})}
-    total, highest = sum(live.values()), {}
+    total, highest, visits = sum(live.values()), {}, _Visits()
     for context, entry, delta in log:
         before = dict(live) if context is not None else None
+        if context is not None:
+            visits.turn(context, live)
         live[entry.component] += delta
         total += delta
+        visits.moved(live)
         if before is not None:
             key = context[1], context[0].at_work
             moment = moments.setdefault(key, Moment({}, {}))
@@ -215,4 +220,43 @@ def _moments(
                             tops[of], moment.levels[f"{of}, first"] = height, now
             if (total,) > tops.get(TOTAL, ()):
                 tops[TOTAL], moment.levels[TOTAL] = (total,), now or dict(live)
+    visits.turn(None, live)
+    visits.tell(moments)
     return moments
+
+
+class _Visits:
+    """`OWN` of each moment: of the visits that rose at least half as much as any did, the one that came highest."""
+
+    def __init__(self) -> None:
+        self._context, self._low, self._rise, self._levels = None, 0, 0, {}
+        # By moment, rises and what was alive then: of two visits, the one that is above the other in both.
+        self._found: dict[tuple[str, str], list[tuple[int, int, dict[str, int]]]] = {}
+
+    def turn(self, context: Context | None, live: dict[str, int]) -> None:
+        """From here on the region of `context` is at work, in its phase."""
+        if context == self._context:
+            return
+        if self._levels:
+            region, phase = self._context
+            rise, level = self._rise, self._levels[region.component]
+            others = self._found.setdefault((phase, region.at_work), [])
+            if not any(r >= rise and other >= level for r, other, _ in others):
+                others[:] = [found for found in others if found[0] > rise or found[1] > level]
+                others.append((rise, level, self._levels))
+        if context is not None and (self._context is None or context[0] is not self._context[0]):
+            self._low = live[context[0].component]  # of the whole visit, in whatever phases
+        self._context, self._rise, self._levels = context, 0, {}
+
+    def moved(self, live: dict[str, int]) -> None:
+        if self._context is None:
+            return
+        level = live[self._context[0].component]
+        self._low = min(self._low, level)
+        if level - self._low > self._rise:
+            self._rise, self._levels = level - self._low, dict(live)
+
+    def tell(self, moments: dict[tuple[str, str], Moment]) -> None:
+        for key, visits in self._found.items():
+            most = max(rise for rise, _, _ in visits)
+            moments[key].levels[OWN] = max((v for v in visits if 2 * v[0] >= most), key=lambda v: v[1])[2]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_longmoe.config import LongMoEConfig
-from hf_longmoe.peaks.ledger import Moment
+from hf_longmoe.peaks.ledger import OWN, Moment
 from hf_longmoe.planner.closed_forms import Resident, boundaries_held
 from hf_longmoe.planner.predict import STEP, Change
 
@@ -70,6 +70,7 @@ def scheduled(
     together: Together,
     caps: LongMoEConfig,
     extra: Mapping[str, Mapping[str, int]],
+    moments: Mapping[tuple[str, str], Moment],
     *,
     boundary: int,
     count: int,
@@ -79,7 +80,8 @@ def scheduled(
     Arguments:
         caps: a part that is `None` is not scheduled.
         extra: by what is at work (`dispatch`, a part of it, `vocab`) and phase: bytes of that component beside the
-            counted ones.
+            counted ones, where the schedule runs (`peaks.ledger.OWN`): more than that is what it found.
+        moments: that are changed.
         boundary, count: bytes of one boundary; how many there are.
         ring: whether the head stays divided.
     """
@@ -99,7 +101,8 @@ def scheduled(
         if name == at_work == "dispatch" and caps.dispatch is None:
             return level + together.exchange
         if at_work in extra and at_work.partition(",")[0] == name:
-            return max(0, level + extra[at_work].get(phase, 0))
+            more, own = extra[at_work].get(phase, 0), moments[key].levels.get(OWN, {}).get(name, level)
+            return max(0, level + more) if level <= own else max(level, own + more)
         return level
 
     return change

@@ -178,6 +178,7 @@ class Planner:
             together,
             caps,
             extra,
+            moments,
             boundary=boundaries // depth,
             count=depth,
             ring=self._ring(caps, layout),

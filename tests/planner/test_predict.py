@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from hf_longmoe import BoundariesConfig, DispatchConfig, LongMoEConfig, OptimizerConfig, VocabConfig
-from hf_longmoe.peaks.ledger import Moment
+from hf_longmoe.peaks.ledger import OWN, Moment
+from hf_longmoe.peaks.region import PHASES
 from hf_longmoe.planner.caps import NOTHING
 from hf_longmoe.planner.changes import Together, host_bytes, scheduled, step_moment, unbounded
 from hf_longmoe.planner.closed_forms import Resident
@@ -31,9 +32,30 @@ def only(**parts):
     return dataclasses.replace(NOTHING, **parts)
 
 
-def change_of(caps, together=TOGETHER, extra=None, *, boundary=100, count=10, ring=False):
+def change_of(caps, together=TOGETHER, extra=None, *, own=None, boundary=100, count=10, ring=False):
+    """own: of `dispatch` where its schedule runs, by moment; all that is asked of, if not given."""
     extra = {"dispatch": {}, "vocab": {}} if extra is None else extra
-    return scheduled(together, caps, extra, boundary=boundary, count=count, ring=ring)
+    asked = [(phase, at_work) for phase in PHASES for at_work in ("dispatch", "vocab", "layer", "optimizer", "other")]
+    moments = {key: Moment({}, {OWN: {"dispatch": level}} if (level := (own or {}).get(key)) else {}) for key in asked}
+    return scheduled(together, caps, extra, moments, boundary=boundary, count=count, ring=ring)
+
+
+# -- caps ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("level", "more", "found"),
+    [
+        (700, 50, 750),  # where the schedule runs
+        (600, 50, 650),  # another of its moments
+        (1000, 50, 1000),  # what it found when it began
+        (1000, 500, 1200),  # less than it takes now
+        (1000, -500, 1000),
+        (700, -500, 200),
+    ],
+)
+def test_caps_change_what_a_schedule_takes_and_not_what_it_found(level, more, found):
+    key = ("recompute", "dispatch")
+    change = change_of(ALL, extra={"dispatch": {"recompute": more}, "vocab": {}}, own={key: 700})
+    assert change(key, "dispatch", level) == found
 
 
 # -- a rank's company ------------------------------------------------------------------------------------------------
