@@ -14,7 +14,7 @@ DOZEN = {
     "deepseek_v32": "an indexer: quadratic in the length",
     "gemma4": "an MLP beside the experts; three depths that are on no line",
     "qwen3_next": "chunks of linear attention, walked along",
-    "jamba": "a scan, walked along",
+    "minimax": "blocks of linear attention, walked along",
     "nemotron_h": "layers of one block each",
     "lfm2_moe": "convolutions",
     "muse_spark": "the total is highest when no component is",
