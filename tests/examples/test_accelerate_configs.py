@@ -25,6 +25,8 @@ if state.num_processes > 1:
 found = {"processes": state.num_processes, "total": total.item(), "device": state.device.type}
 with open(f"{state.process_index}.json", "w") as file:
     json.dump(found, file)
+state.wait_for_everyone()
+state.destroy_process_group()  # threads of gloo that are still connected may abort the process at its end
 """
 
 
