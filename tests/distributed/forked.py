@@ -1,6 +1,5 @@
 """For scripts that start runs which are meant to fail: forked ranks, a parent that is the launcher, how each ended."""
 
-import ctypes
 import datetime
 import faulthandler
 import os
@@ -10,6 +9,7 @@ import time
 import traceback
 
 import torch
+from ranks import fork_ranks
 from torch import distributed
 
 
@@ -28,14 +28,10 @@ def launch(work, ranks, folder, seconds=150, grace=45.0, at=None, to_the_end=Fal
         By rank: `{"code": exit code, "after": seconds between the first end and this one, "said": its output}`.
     """
     os.makedirs(folder, exist_ok=True)
-    store = distributed.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
-    running, ended, first = {}, {}, None
-    for rank in range(ranks):
-        pid = os.fork()
-        if not pid:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # its thread is the parent's: never to be joined here
-            _rank(work, rank, ranks, store.port, f"{folder}/rank{rank}.log", seconds, to_the_end)
-        running[pid] = rank
+    store, running = fork_ranks(
+        ranks, lambda rank, port: _rank(work, rank, ranks, port, f"{folder}/rank{rank}.log", seconds, to_the_end)
+    )
+    ended, first = {}, None
     until = time.monotonic() + seconds
     while running and time.monotonic() < until:
         if at is not None:
@@ -54,6 +50,7 @@ def launch(work, ranks, folder, seconds=150, grace=45.0, at=None, to_the_end=Fal
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         ended[rank] = {"code": "hung", "after": None}
+    del store
     for rank, how in ended.items():
         with open(f"{folder}/rank{rank}.log", errors="replace") as log:
             how["said"] = log.read()

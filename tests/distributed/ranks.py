@@ -15,35 +15,16 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
-CONNECTING = 40  # seconds until all ranks have found each other, else they start once more
-
 
 def main(run):
     """
     Calls `run(case)` on every rank for every case of the launch; each rank leaves {name: its result} in a file.
 
     The ranks are forks of this process, which has paid for the imports: they take most of a launch's time. When one
-    fails, the others have a few seconds to end; when the time is up, each prints where it stands and ends. Ranks that
-    have not found each other after a while start once more: before any code of ours, gloo's connections hang at times.
+    fails, the others have a few seconds to end; when the time is up, each prints where it stands and ends.
     """
     folder, ranks, seconds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    for last in (False, True):
-        running = {}
-        # Kept until they have ended.
-        store = distributed.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
-        for rank in range(ranks):
-            pid = os.fork()
-            if not pid:
-                os._exit(_rank(run, folder, rank, ranks, store.port, seconds))
-            running[pid] = rank
-        if last or _connected(folder, ranks):
-            break
-        print(f"not connected after {CONNECTING} seconds: once more", file=sys.stderr)
-        for pid in running:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        for file in folder.glob("rank*"):
-            file.unlink()
+    store, running = fork_ranks(ranks, lambda rank, port: os._exit(_rank(run, folder, rank, ranks, port, seconds)))
     until, failed = time.monotonic() + seconds + 5, []
     try:
         while running and time.monotonic() < until:
@@ -60,17 +41,32 @@ def main(run):
             failed.append(f"rank {rank} did not end")
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+    del store
     sys.exit("; ".join(failed) or None)
 
 
-def _connected(folder, ranks):
-    """Waits for all ranks; false where some are still not connected, and none has failed."""
-    until = time.monotonic() + CONNECTING
-    while time.monotonic() < until:
-        if len([*folder.glob("rank*.up")]) == ranks or [*folder.glob("rank*.failed")]:
-            return True
-        time.sleep(0.02)
-    return False
+def fork_ranks(ranks, body):
+    """
+    Forks that call `body(rank, port)`, which does not return, and the store at that port, to be kept until they end.
+
+    The store is made when all are forked: a fork while its thread answers a rank may find locks held for ever.
+    """
+    to_read, to_write = os.pipe()
+    running = {}
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            os.close(to_write)
+            port = os.read(to_read, 8)
+            if not port:
+                os._exit(1)
+            body(rank, int(port))
+        running[pid] = rank
+    os.close(to_read)
+    store = distributed.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+    os.write(to_write, b"%8d" % store.port * ranks)
+    os.close(to_write)
+    return store, running
 
 
 def _rank(run, folder, rank, ranks, port, seconds):
@@ -84,7 +80,6 @@ def _rank(run, folder, rank, ranks, port, seconds):
         store = distributed.TCPStore("127.0.0.1", port, ranks, is_master=False)
         timeout = datetime.timedelta(seconds=seconds)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-        (folder / f"rank{rank}.up").touch()
         results = {}
         for name, case in json.loads((folder / "cases.json").read_text()).items():
             results[name] = run(case)
