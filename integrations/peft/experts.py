@@ -14,11 +14,11 @@ from types import MethodType
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_longmoe.integrations.peft.sharded import ExpertRanks, divide, expert_ranks
+from hf_longmoe.integrations.transformers.by_token import is_adapter
 from hf_longmoe.integrations.transformers.causal_lm import causal_lm
 from hf_longmoe.integrations.transformers.expert_parallel import is_expert_parallel
 from hf_longmoe.integrations.transformers.experts import is_experts
@@ -120,7 +120,7 @@ def expert_adapters(model: nn.Module, name: str) -> ExpertAdapters | str | None:
         wrappers.insert(0, wrapper)
     if not is_experts(experts):  # its weights are read by an adapter of ours, past what PEFT does to them
         on = [w.parameter_name for w in wrappers]
-        on += [name for name, m in experts.named_modules() if isinstance(m, BaseTunerLayer)]
+        on += [name for name, m in experts.named_modules() if is_adapter(m)]
         return f"an adapter is on its {on[0]}; of these experts no schedule runs one" if on else None
     if not wrappers:
         return None

@@ -35,6 +35,22 @@ def lora():
 
 
 @pytest.fixture
+def several(lora):
+    """`several(model, **LoraConfig)`: of `lora`, with a second adapter of its own values, "other"."""
+
+    def several(model, **options):
+        model = lora(model, **options)
+        model.add_adapter("other", model.peft_config["default"])
+        torch.manual_seed(6)
+        for name, param in model.named_parameters():
+            if ".other." in name:
+                torch.nn.init.normal_(param, std=0.2)
+        return model
+
+    return several
+
+
+@pytest.fixture
 def wrapped():
     """
     `wrapped(seed, factors=torch.float32, dtype=torch.bfloat16, family="qwen3_moe", **config)`: an experts module alone

@@ -10,19 +10,10 @@ from hf_longmoe import patch_model
 DENSE = dict(target_modules=["up_proj", "down_proj"], target_parameters=None)
 
 
-def several(model, lora):
-    model = lora(model, **DENSE)
-    model.add_adapter("other", model.peft_config["default"])
-    torch.manual_seed(6)
-    for name, param in model.named_parameters():
-        if ".other." in name:
-            torch.nn.init.normal_(param, std=0.2)
-    return model
-
-
 @pytest.mark.parametrize("how", ["another adapter", "disabled"])
-def test_what_is_switched_after_the_forward_does_not_reach_its_backward(build, batch, caps, lora, assert_same, how):
-    stock, model = several(build("qwen2_moe"), lora), patch_model(several(build("qwen2_moe"), lora), caps())
+def test_what_is_switched_after_the_forward_does_not_reach_its_backward(build, batch, caps, several, assert_same, how):
+    stock, model = (several(build("qwen2_moe"), **DENSE) for _ in range(2))
+    patch_model(model, caps())
     inputs, found = {k: v for k, v in batch.items() if k != "labels"}, []
     for m in (stock, model):
         m.get_input_embeddings().weight.requires_grad_(True)

@@ -92,16 +92,7 @@ def test_a_frozen_base_gets_no_gradient_work(build, batch, caps, lora, step, fam
     assert products.shapes and not whole(products.shapes)
 
 
-def test_adapters_are_switched_merged_and_taken_off(build, batch, caps, lora, step, assert_same):
-    def several(model):
-        model = lora(model)
-        model.add_adapter("other", model.peft_config["default"])
-        torch.manual_seed(6)
-        for name, param in model.named_parameters():
-            if ".other." in name:
-                torch.nn.init.normal_(param, std=0.2)
-        return model
-
+def test_adapters_are_switched_merged_and_taken_off(build, batch, caps, several, step, assert_same):
     stock, model = several(build("qwen3_moe")), patch_model(several(build("qwen3_moe")), caps())
     inputs = {k: v for k, v in batch.items() if k != "labels"}
 

@@ -9,18 +9,9 @@ from hf_longmoe import patch_model, unpatch_model
 HEAD = dict(target_modules=["q_proj", "lm_head"], target_parameters=None)
 
 
-def several(model, lora):
-    model = lora(model, **HEAD)
-    model.add_adapter("other", model.peft_config["default"])
-    torch.manual_seed(6)
-    for name, param in model.named_parameters():
-        if ".other." in name:
-            torch.nn.init.normal_(param, std=0.2)
-    return model
-
-
-def test_adapters_of_a_head_are_switched(build, batch, caps, lora, step, assert_same):
-    stock, model = several(build("mixtral"), lora), patch_model(several(build("mixtral"), lora), caps())
+def test_adapters_of_a_head_are_switched(build, batch, caps, several, step, assert_same):
+    stock, model = (several(build("mixtral"), **HEAD) for _ in range(2))
+    patch_model(model, caps())
     losses = []
     for active in ("default", "other", ["default", "other"]):
         for m in (stock, model):
