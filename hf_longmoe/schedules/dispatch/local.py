@@ -77,17 +77,21 @@ class LocalDispatch:
 
     def rows(self, x: torch.Tensor, block: Block, params: Sequence[torch.Tensor]) -> int:
         """Rows of a wave at most; raises as `__call__` does."""
-        share = 1 if x.dtype == accumulation_dtype(x.dtype) else 2
-        return rows(self.budget, block.bytes_per_row(x.shape[-1], params), share=share)
+        return rows(self.budget, block.bytes_per_row(x.shape[-1], params), share=2 if _halved(x) else 1)
 
     def _accumulator(self, x: torch.Tensor) -> int:
-        return 0 if x.dtype == accumulation_dtype(x.dtype) else self.budget // 2
+        return self.budget // 2 if _halved(x) else 0
 
     def token_block(self, x: torch.Tensor) -> int:
         """Tokens whose output is accumulated at once: all, where the output's own dtype is what it accumulates in."""
         if not self._accumulator(x):
             return max(x.shape[0], 1)
         return max(1, self._accumulator(x) // (x.shape[1] * accumulation_dtype(x.dtype).itemsize))
+
+
+def _halved(x: torch.Tensor) -> bool:
+    """Whether half of the budget is for outputs that are summed in another dtype than their own."""
+    return x.dtype != accumulation_dtype(x.dtype)
 
 
 class _Call:
